@@ -1,0 +1,111 @@
+"""Cost of ours over hand-written `torch.utils.checkpoint` in the same model.
+
+    OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184 \
+    MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 python benchmarks/overhead.py
+
+Both train the same plain-torch Llama-like shape (12 blocks, width 256, batch 8 x 256), every block
+checkpointed, steps taken in turn in one process. Prints the ratio of the median step times, and,
+since a step's noise is larger than the bar, our own time per block call (its forward and its
+recompute are exchanged for nothing) as a share of the step.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ckpt import apply_partial_checkpoint
+
+VOCABULARY, WIDTH, HIDDEN, HEADS = 512, 256, 691, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, HEADS, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D / H)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int, by_hand: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.by_hand = by_hand
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.by_hand else block(x)
+        return cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def step_time(model: nn.Module, tokens: Tensor) -> float:
+    model.zero_grad()
+    start = time.perf_counter()
+    model(tokens).backward()
+    return time.perf_counter() - start
+
+
+def interleaved(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 1):
+        for name, step in steps.items():
+            seconds = step()
+            if index:  # the first round warms up
+                times[name].append(seconds)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    models = {"by hand": Model(options.blocks, True), "ours": Model(options.blocks, False)}
+    models["ours"].load_state_dict(models["by hand"].state_dict())
+    apply_partial_checkpoint(models["ours"])
+    tokens = torch.randint(VOCABULARY, (options.batch, options.length))
+    tiny = tokens[:1, :2]
+
+    times = interleaved(
+        {name: lambda m=model: step_time(m, tokens) for name, model in models.items()},
+        options.rounds,
+    )
+    # With two tokens next to nothing is left but the bookkeeping, which does not grow with size.
+    tiny_times = interleaved(
+        {name: lambda m=model: step_time(m, tiny) for name, model in models.items()}, 200
+    )
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    tiny_medians = {name: statistics.median(values) for name, values in tiny_times.items()}
+    extra = tiny_medians["ours"] - tiny_medians["by hand"]
+    for name, seconds in medians.items():
+        print(f"{name:8} {seconds:8.4f} s/step")
+    print(f"ratio of medians          {medians['ours'] / medians['by hand']:.4f}")
+    print(f"bookkeeping of ours       {extra * 1e6 / options.blocks:.0f} us per block and step")
+    print(f"as a share of the step    {extra / medians['by hand']:.2%}")
+
+
+if __name__ == "__main__":
+    main()

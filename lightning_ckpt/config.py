@@ -1,0 +1,314 @@
+"""Structured configs: which keys the groups of `conf/` have, of which types, within which bounds.
+
+Importing this module registers them with Hydra, under `lightning_ckpt/` in its ConfigStore; the
+YAML files give the values. Hydra itself refuses a key that does not exist and a value of the wrong
+type; `check` refuses the rest. This is the one module that names Hydra.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_method
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_ckpt.core.blocks import check_layers
+from lightning_ckpt.core.offload import read_offload
+from lightning_ckpt.core.plan import check_every_n
+
+# Keys that `hydra.utils.instantiate` reads itself.
+_HYDRA_KEYS = {"_target_", "_args_", "_convert_", "_partial_", "_recursive_"}
+
+
+@dataclass
+class PartialCheckpointConfig:
+    """`checkpoint=partial`: the arguments of `lightning_ckpt.PartialCheckpoint`."""
+
+    _target_: str
+    _convert_: str
+    every_n: int
+    offload: Any
+    layers: Any
+
+    def __post_init__(self) -> None:
+        check_every_n(self.every_n)
+        read_offload(self.offload)
+        check_layers(self.layers)
+
+
+@dataclass
+class FullCheckpointConfig(PartialCheckpointConfig):
+    """`checkpoint=full`: every block."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every_n != 1:
+            raise ValueError(
+                f"every_n={self.every_n} contradicts checkpoint=full, which is every_n=1; "
+                f"use checkpoint=partial"
+            )
+
+
+@dataclass
+class TrainerConfig:
+    """The group `trainer`; `+trainer.KEY=VALUE` sets any other argument of `lightning.Trainer`."""
+
+    _target_: str
+    _convert_: str
+    default_root_dir: str | None
+    max_epochs: int | None
+    max_steps: int
+    accelerator: str
+    devices: Any
+    precision: str
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    num_sanity_val_steps: int
+    log_every_n_steps: int
+    enable_model_summary: bool
+
+    def __post_init__(self) -> None:
+        _at_least(1, accumulate_grad_batches=self.accumulate_grad_batches)
+        _at_least(1, log_every_n_steps=self.log_every_n_steps)
+        _at_least(-1, max_steps=self.max_steps, num_sanity_val_steps=self.num_sanity_val_steps)
+        if self.max_epochs is not None:
+            _at_least(-1, max_epochs=self.max_epochs)
+
+
+@dataclass
+class ModelConfig:
+    """What all models have: AdamW's settings."""
+
+    takes: ClassVar[str]  # what the batches must hold
+    _target_: str
+    learning_rate: float
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        _at_least(0, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+
+
+@dataclass
+class TransformerConfig(ModelConfig):
+    """A stack of transformer blocks."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    dropout: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(1, num_layers=self.num_layers, width=self.width, num_heads=self.num_heads)
+        _share(dropout=self.dropout)
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width={self.width} is no multiple of num_heads={self.num_heads}; "
+                "each head gets an equal part of the width"
+            )
+
+
+@dataclass
+class GPTConfig(TransformerConfig):
+    """`model=gpt`."""
+
+    takes: ClassVar[str] = "text"
+    vocab_size: int
+    sequence_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(256, vocab_size=self.vocab_size)  # the tokens are bytes
+        _at_least(1, sequence_length=self.sequence_length)
+
+
+@dataclass
+class ViTConfig(TransformerConfig):
+    """`model=vit`."""
+
+    takes: ClassVar[str] = "images"
+    patch_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(1, patch_size=self.patch_size)
+        if 8 % self.patch_size:
+            raise ValueError(
+                f"patch_size={self.patch_size} does not divide the images' side of 8 pixels"
+            )
+
+
+@dataclass
+class HFCausalLMConfig(ModelConfig):
+    """`model=hf_causal_lm`."""
+
+    takes: ClassVar[str] = "text"
+    config: Any
+    sequence_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(1, sequence_length=self.sequence_length)
+        if find_spec("transformers") is None:
+            raise ValueError(
+                "_target_: hf_causal_lm needs the package transformers, which is not installed; "
+                "pip install 'lightning-ckpt[hf]'"
+            )
+        if isinstance(self.config, str):
+            if not (Path(self.config) / "config.json").is_file():
+                raise ValueError(
+                    f"config={self.config!r} is no local directory with a config.json; give one, "
+                    "or a model type: model.config.model_type=gpt2"
+                )
+        elif not isinstance(self.config, dict) or "model_type" not in self.config:
+            raise ValueError(f"config={self.config!r} has no model_type; say for example gpt2")
+
+
+@dataclass
+class DataConfig:
+    """What all data have."""
+
+    gives: ClassVar[str]  # what the batches hold
+    _target_: str
+    batch_size: int
+    val_fraction: float
+    num_workers: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        _at_least(1, batch_size=self.batch_size)
+        _at_least(0, num_workers=self.num_workers, seed=self.seed)
+        _share(val_fraction=self.val_fraction)
+        if self.val_fraction == 0:
+            raise ValueError("val_fraction must be above 0, got 0.0; validation needs data")
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """`data=text`."""
+
+    gives: ClassVar[str] = "text"
+    path: str | None
+    max_bytes: int | None
+    sequence_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(1, sequence_length=self.sequence_length)
+        if self.max_bytes is not None:
+            _at_least(1, max_bytes=self.max_bytes)
+        if self.path is not None and not Path(self.path).exists():
+            raise ValueError(
+                f"path={self.path!r} does not exist; give a file or a folder, or null for the "
+                "sources of Python's standard library"
+            )
+
+
+@dataclass
+class DigitsConfig(DataConfig):
+    """`data=digits`."""
+
+    gives: ClassVar[str] = "images"
+
+
+def check(config: DictConfig) -> None:
+    """Refuse what would fail later, or silently do something else, before anything is built.
+
+    Args:
+        config: the whole composed config of an app; groups that it lacks are passed over.
+
+    Raises:
+        ValueError: a key that its target does not take, a value out of bounds, or values that
+            contradict one another; the message names the key.
+    """
+    _check_pair(config)
+    for group in ("checkpoint", "trainer", "model", "data"):
+        _check_values(group, config.get(group))
+    for key, node in _targets(config):
+        _check_keys(key, node)
+
+
+def _targets(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Every node that stands for an object, with its key."""
+    for group in ("checkpoint", "trainer", "model", "data", "table"):
+        if config.get(group):
+            yield group, config[group]
+    for group in ("callbacks", "logger"):
+        for name, node in (config.get(group) or {}).items():
+            if node is not None:
+                yield f"{group}.{name}", node
+
+
+def _check_keys(key: str, node: Any) -> None:
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        raise ValueError(f"{key}={node} has no _target_, so it says of no class what to make")
+    parameters = inspect.signature(get_method(node._target_)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in set(map(str, node)) - _HYDRA_KEYS - set(parameters):
+        near = get_close_matches(name, parameters, n=1)
+        hint = f"; did you mean {key}.{near[0]}?" if near else f"; it takes {', '.join(parameters)}"
+        raise ValueError(f"{key}.{name} is not known to {node._target_}{hint}")
+
+
+def _check_values(group: str, node: DictConfig | None) -> None:
+    """Build the plain dataclass, whose `__post_init__` looks at the values."""
+    if not node:
+        return
+    try:
+        OmegaConf.to_object(node)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{group}.{error}") from None
+
+
+def _check_pair(config: DictConfig) -> None:
+    """The model takes what the data give."""
+    if not (config.get("model") and config.get("data")):
+        return
+    model, data = OmegaConf.get_type(config.model), OmegaConf.get_type(config.data)
+    if not (issubclass(model, ModelConfig) and issubclass(data, DataConfig)):
+        return
+    if model.takes != data.gives:
+        raise ValueError(
+            f"model and data do not fit: {config.model._target_} takes {model.takes}, "
+            f"{config.data._target_} gives {data.gives}; use model=gpt or model=hf_causal_lm with "
+            "data=text, model=vit with data=digits"
+        )
+    if model.takes == "text" and config.model.sequence_length < config.data.sequence_length:
+        raise ValueError(
+            f"model.sequence_length={config.model.sequence_length} is below "
+            f"data.sequence_length={config.data.sequence_length}; the model cannot read the samples"
+        )
+
+
+def _at_least(bound: int, **values: float) -> None:
+    for name, value in values.items():
+        if value < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {value}")
+
+
+def _share(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+_SCHEMAS = {
+    "partial_checkpoint": PartialCheckpointConfig,
+    "full_checkpoint": FullCheckpointConfig,
+    "trainer": TrainerConfig,
+    "gpt": GPTConfig,
+    "vit": ViTConfig,
+    "hf_causal_lm": HFCausalLMConfig,
+    "text": TextConfig,
+    "digits": DigitsConfig,
+}
+for _name, _schema in _SCHEMAS.items():
+    ConfigStore.instance().store(group="lightning_ckpt", name=_name, node=_schema)

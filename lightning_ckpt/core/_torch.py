@@ -1,0 +1,55 @@
+"""Every private torch name that we touch, and why.
+
+Public torch has no way to do these things. Each name has a test that fails when it moves.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+# The base class of every dispatch mode; there is no public spelling of it.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "BATCH_STATISTICS",
+    "OptimizedModule",
+    "TorchDispatchMode",
+    "checkpointed_by_torch",
+    "is_fake",
+    "tensor_version",
+    "view_base",
+]
+
+# BatchNorm and InstanceNorm of every dimension share this base and no public one.
+BATCH_STATISTICS = nn.modules.batchnorm._NormBase
+
+
+def checkpointed_by_torch(module: nn.Module) -> str | None:
+    """Name the torch API that makes `module` checkpoint itself, or None.
+
+    `checkpoint_wrapper` puts a module around it; the composable `checkpoint` leaves an entry in the
+    module's contract registry and nothing else that could be seen.
+    """
+    if isinstance(module, CheckpointWrapper):
+        return "checkpoint_wrapper"
+    if "checkpoint" in (_get_registry(module) or ()):
+        return "the composable checkpoint API"
+    return None
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """How often `tensor` was changed in place, as autograd counts it (inference tensors: 0)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def view_base(tensor: Tensor) -> Tensor:
+    """The tensor that `tensor` is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` has no values (meta device, or a fake tensor of the compiler's)."""
+    return tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor)
+

@@ -1,0 +1,194 @@
+"""Make a model follow a plan, and undo it."""
+
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from lightning_ckpt.core import _transformers
+from lightning_ckpt.core._torch import checkpointed_by_torch
+from lightning_ckpt.core.blocks import Block, select_blocks
+from lightning_ckpt.core.offload import OffloadConfig, nothing_to_move, read_offload
+from lightning_ckpt.core.plan import Plan, check_every_n, every_n_plan
+from lightning_ckpt.core.swap import swap_in, swap_out
+
+logger = logging.getLogger("lightning_ckpt")
+
+
+class _Entry(NamedTuple):
+    """What one handle says of a block. A model and its handle may be dropped with the plan in
+    force, so nothing here keeps either alive."""
+
+    handle: "ref[Handle]"
+    recompute: bool
+    offload: OffloadConfig | None
+
+
+# What each block is told, oldest first: the newest rules. Kept here, not on the modules, so that
+# copies know nothing of it.
+_told: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
+
+
+class Handle:
+    """A plan in force. Undo it by `remove()`, or use it as a context manager.
+
+    Attributes:
+        plan: what was applied, block by block.
+    """
+
+    def __init__(self, plan: Plan, blocks: Sequence[nn.Module]) -> None:
+        self.plan = plan
+        self._blocks = list(blocks)
+        self._undo: list[Callable[[], None]] = []
+
+    def remove(self) -> None:
+        """Leave the model as it was before this plan; a second call does nothing.
+
+        Graphs that were made meanwhile stay valid. Where several plans are in force on one model
+        the newest rules, and they may be removed in any order.
+        """
+        heir = self._heir()
+        for block in self._blocks:
+            entries = _told.get(block, [])
+            entries[:] = [entry for entry in entries if entry.handle() is not self]
+            _obey(block)
+        undo, self._undo, self._blocks = self._undo, [], []
+        if heir is not None:
+            heir._undo[:0] = undo  # still needed: run last, when nothing is in force any more
+            return
+        for step in reversed(undo):
+            step()
+
+    def _heir(self) -> "Handle | None":
+        """Another live handle on the same blocks, if any."""
+        others = (e.handle() for block in self._blocks for e in _told.get(block, []))
+        return next((handle for handle in others if handle not in (None, self)), None)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The blocks themselves, in the plan's order; none after removal."""
+        return list(self._blocks)
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "in force" if self._blocks else "removed"
+        return f"<Handle: {self.plan.num_recomputed} of {len(self.plan)} blocks, {state}>"
+
+
+def apply_partial_checkpoint(
+    module: nn.Module, every_n: int = 1, offload: bool | str | OffloadConfig = False, layers: Any = None
+) -> Handle:
+    """Make every `every_n`-th repeated block of `module` checkpoint itself.
+
+    A checkpointed block keeps its inputs instead of its activations and is computed again in
+    backward, with the same random numbers, buffers and autocast, so gradients and state are those
+    of plain training. It does so whenever autograd records, in train and in eval mode. Nothing
+    else about the model changes: names, `state_dict`, hooks, `isinstance`, copies and pickles.
+
+        with apply_partial_checkpoint(model, every_n=2):
+            model(batch).sum().backward()
+
+    Args:
+        module: any model, or a part of one.
+        every_n: block `i` is checkpointed when `i % every_n == 0`; 1 is every block.
+        offload: True or "host" moves the checkpointed blocks' inputs to pinned host memory until
+            backward needs them.
+        layers: which modules are the blocks, if not those that `find_blocks` finds by itself: a
+            class, a class name, a pattern of qualified names (`"encoder.layers.*"`), several of
+            these, or a predicate `(name, module) -> bool`.
+
+    Returns:
+        A handle with the applied plan, that undoes it.
+
+    Raises:
+        TypeError: an argument is of a wrong kind.
+        ValueError: an argument has an impossible value, no block was found, or a block is
+            checkpointed by other means already.
+    """
+    handle = apply_quietly(module, every_n, offload, layers)
+    for note in handle.plan.notes:
+        logger.warning(note)
+    return handle
+
+
+def apply_quietly(
+    module: nn.Module, every_n: int, offload: bool | str | OffloadConfig, layers: Any
+) -> Handle:
+    """`apply_partial_checkpoint` for those who print `plan.notes` themselves."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module must be a torch.nn.Module, got {module!r}; pass the model that holds the blocks"
+        )
+    check_every_n(every_n)
+    config = read_offload(offload)
+    blocks, notes = select_blocks(module, layers)
+    _refuse_checkpointed(module, blocks)
+    if config is not None and nothing_to_move():
+        notes += (
+            "offload: there is no accelerator, every tensor is on the host already and there is "
+            "nothing to move",
+        )
+    modules = [block.module for block in blocks]
+    names = [(block.name, type(block.module).__name__) for block in blocks]
+    handle = Handle(every_n_plan(names, every_n, config and config.target, notes), modules)
+    try:
+        _put_in_force(handle, module, config)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _put_in_force(handle: Handle, root: nn.Module, offload: OffloadConfig | None) -> None:
+    undo, notes = _transformers.take_over_switches(root, handle._blocks)
+    handle._undo.append(undo)
+    plan = handle.plan
+    handle.plan = Plan(plan.blocks, plan.every_n, plan.notes + tuple(notes))
+    for block, block_plan in zip(handle._blocks, plan, strict=True):
+        entry = _Entry(ref(handle), block_plan.action == "recompute", offload)
+        _told.setdefault(block, []).append(entry)
+        _obey(block)
+
+
+def _obey(block: nn.Module) -> None:
+    """Give `block` the class that its newest entry asks for."""
+    swap_out(block)
+    entries = _told.get(block)
+    if not entries:
+        _told.pop(block, None)
+    elif entries[-1].recompute:
+        swap_in(block, entries[-1].offload)
+
+
+def _refuse_checkpointed(root: nn.Module, blocks: Sequence[Block]) -> None:
+    """Refuse blocks that are, or stand inside, a module which torch checkpoints: they would be
+    computed three times."""
+    outer = {
+        name: api for name, module in root.named_modules() if (api := checkpointed_by_torch(module))
+    }
+    for block in blocks:
+        if isinstance(block.module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"block {block.name!r} is a TorchScript module, whose forward cannot be exchanged; "
+                "apply before torch.jit.script, or name other blocks by `layers=`"
+            )
+        for name, api in outer.items():
+            if name == "" or block.name == name or block.name.startswith(f"{name}."):
+                raise ValueError(
+                    f"block {block.name!r} is checkpointed already, by {api} on {name!r}; remove "
+                    "that, or name other blocks by `layers=`"
+                )

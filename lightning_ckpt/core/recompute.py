@@ -1,0 +1,193 @@
+"""One block's checkpointed forward: keep its inputs, drop the rest, compute it again in backward.
+
+Built on `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which replays torch's own
+generators and autocast; the reentrant form loses gradients of frozen-input and keyword arguments
+and is never used. Around it stand the arguments (so that torch sees every tensor) and the state
+that torch does not know of.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ckpt.core import _transformers
+from lightning_ckpt.core._torch import BATCH_STATISTICS
+from lightning_ckpt.core.arguments import flatten
+from lightning_ckpt.core.state import Before, Replay, replayed
+
+Forward = Callable[..., Any]
+
+_depth = threading.local()  # backward runs in threads of its own
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs inside the recompute of a checkpointed block.
+
+    For a forward with side effects that must happen once per step, such as `self.log`, a metric's
+    `update` or an append to a list outside the block:
+
+        if not is_recomputing():
+            self.log("router/load", load)
+
+    Always False in code that `torch.compile` compiled: there is no second call of it.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return getattr(_depth, "value", 0) > 0
+
+
+def checkpointed_forward(
+    module: nn.Module,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    saved_inputs: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    """Run `forward(module, *args, **kwargs)` and keep only what it was called with.
+
+    It runs plainly, at no cost, where backward will never need the block: while autograd records
+    nothing, or when neither the arguments nor the block's parameters need gradients.
+
+    Args:
+        module: the block, whose state is replayed in the recompute.
+        forward: the block's own forward, unbound (dynamo cannot follow the making of methods).
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        saved_inputs: makes the context in which the arguments are saved for backward.
+
+    Returns:
+        What `forward` returns.
+    """
+    if not torch.is_grad_enabled():
+        return forward(module, *args, **kwargs)
+    return _eager(module, forward, args, kwargs, saved_inputs)
+
+
+@torch.compiler.substitute_in_graph(checkpointed_forward)  # type: ignore[arg-type]
+def _traced(
+    module: nn.Module,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    saved_inputs: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    """What `torch.compile` puts into the graph: a plain call, without any Python side effect.
+
+    Compiled code has its own way of replaying random numbers and of updating buffers once. A block
+    that changes state in a way which cannot be put into a checkpointed graph makes dynamo break the
+    graph at `checkpointed_forward`, and that runs in eager (with `fullgraph=True` dynamo raises). A
+    branch on `is_compiling` would not do: broken graphs go on in eager as if it still were True.
+    """
+    if not torch.is_grad_enabled():
+        return forward(module, *args, **kwargs)
+    if names := _changeable_buffers(module):
+        _warn_of_buffers(type(module).__qualname__, names)
+    args, kwargs = _transformers.without_caches(module, forward, args, kwargs)
+    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+
+
+def _changeable_buffers(module: nn.Module) -> tuple[str, ...]:
+    """Names of buffers that the block might change in place, to a wrong result in compiled code.
+
+    Normalisations are right there. Any other buffer is updated once, but the recompute sees the new
+    value (torch 2.8 to 2.13, every backend). Whether it will be changed cannot be told beforehand,
+    so index tables and masks of whole numbers are passed over. (Dynamo runs this.)
+    """
+    names = []
+    for prefix, child in module.named_modules():
+        if not isinstance(child, BATCH_STATISTICS):
+            for name, buffer in child._buffers.items():
+                if buffer is not None and (buffer.is_floating_point() or buffer.dim() == 0):
+                    names.append(f"{prefix}.{name}" if prefix else name)
+    return tuple(names)
+
+
+# Runs while the graph is made. It must not take the module: that would tie the graph to one block.
+@torch.compiler.assume_constant_result
+def _warn_of_buffers(class_name: str, names: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"{class_name} is compiled and checkpointed, and has buffers ({', '.join(names)}): if its "
+        "forward changes one of them in place, the recompute sees the changed value and gradients "
+        "are wrong; leave such blocks out of torch.compile or out of layers=. Constant buffers are "
+        "fine",
+        stacklevel=2,
+    )
+
+
+# Disabled, or a graph broken above would compile pieces of the block in forward and not in the
+# recompute, which then saves other tensors. What the user compiled inside the block stays compiled.
+@torch.compiler.disable
+def _eager(
+    module: nn.Module,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    saved_inputs: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    if _transformers.already_checkpointing(module):
+        return forward(module, *args, **kwargs)
+    args, kwargs = _transformers.without_caches(module, forward, args, kwargs)
+    tensors, build = flatten((args, kwargs))
+    if not _needs_grad(tensors, module):
+        return forward(module, *args, **kwargs)
+    region = _Region(module, forward, args, kwargs, build)
+    with saved_inputs():
+        return checkpoint(region, *tensors, use_reentrant=False)
+
+
+def _needs_grad(tensors: Sequence[Tensor], module: nn.Module) -> bool:
+    return any(tensor.requires_grad for tensor in tensors) or any(
+        parameter.requires_grad for parameter in module.parameters()
+    )
+
+
+class _Region:
+    """One call of a block, alive as long as its graph: torch calls it once in forward, and again
+    for each backward. The first call gets the caller's own arguments, so that a list or dict that
+    the block fills is the caller's; later ones get new containers around the saved tensors.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        build: Callable[[Sequence[Tensor]], Any],
+    ) -> None:
+        self._module = module
+        self._forward = forward
+        self._build = build
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._replay: Replay | None = None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._replay is None:
+            return self._first()
+        args, kwargs = self._build(tensors)
+        with _recomputing(), replayed(self._replay, self._module):
+            self._forward(self._module, *args, **kwargs)
+
+    def _first(self) -> Any:
+        assert self._given is not None
+        args, kwargs = self._given
+        self._given = None  # or the tensors would stay alive here, offloaded or not
+        before = Before(self._module)
+        result = self._forward(self._module, *args, **kwargs)
+        self._replay = before.settle()
+        return result
+
+
+@contextmanager
+def _recomputing() -> Iterator[None]:
+    _depth.value = getattr(_depth, "value", 0) + 1
+    try:
+        yield
+    finally:
+        _depth.value -= 1

@@ -1,0 +1,166 @@
+"""A block checkpoints itself because its class is exchanged, and nothing else is.
+
+The block gets a subclass of its own class with another `forward`. So names, hooks, `isinstance`,
+attributes and `state_dict` are what they were; hooks on the block, FSDP2's too, stay outside the
+recompute; there is no closure on the instance that a copy would carry along. Copies and pickles
+are of the plain class.
+"""
+
+import copyreg
+import types
+from abc import ABCMeta
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from lightning_ckpt.core.offload import OffloadConfig, saved_inputs
+from lightning_ckpt.core.recompute import checkpointed_forward
+
+
+class _Checkpointed:
+    """Marks our classes. Stands first in them, so that a class that registers its subclasses, or
+    demands arguments of them, does not hear of ours. (No `__slots__`: CPython then takes this for
+    the base that decides the layout, and refuses to exchange the class.)"""
+
+    _plain_class: type[nn.Module]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+_classes: WeakValueDictionary[tuple[type, OffloadConfig | None, bool], type] = WeakValueDictionary()
+
+
+def swap_in(block: nn.Module, offload: OffloadConfig | None) -> None:
+    """Make `block` checkpoint itself from now on, and save its inputs as `offload` says."""
+    key = (plain_class(type(block)), offload, "forward" in vars(block))
+    swapped = _classes.get(key)
+    if swapped is None:
+        swapped = _classes[key] = _subclass(*key)
+    _set_class(block, swapped)
+
+
+def swap_out(block: nn.Module) -> None:
+    """Take our class out of whatever class `block` has by now, if it is in there."""
+    if is_swapped(block):
+        _set_class(block, plain_class(type(block)))
+
+
+def is_swapped(block: nn.Module) -> bool:
+    """Whether `block` checkpoints itself by us."""
+    return isinstance(block, _Checkpointed)
+
+
+def plain_class(cls: type) -> type:
+    """`cls` without our class in it.
+
+    Others may have laid a class over ours meanwhile (FSDP2's `fully_shard` does); then theirs is
+    made anew over the plain one.
+    """
+    if not issubclass(cls, _Checkpointed):
+        return cls
+    if "_plain_class" in vars(cls):
+        return cls._plain_class
+    bases = tuple(plain_class(base) for base in cls.__bases__)
+    content = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return _new_class(type(cls), cls.__name__, bases, content)
+
+
+def _set_class(block: nn.Module, cls: type) -> None:
+    object.__setattr__(block, "__class__", cls)
+
+
+def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward: bool) -> type:
+    """Make the class.
+
+    Args:
+        base: the block's class.
+        offload: where its saved inputs go.
+        own_forward: whether the instance has a `forward` of its own, which Python would prefer to
+            that of the class: then ours is a property, which comes first, and calls it. (Dynamo
+            follows a plain function better, so it is that otherwise.)
+    """
+    offload_context = saved_inputs(offload)
+
+    def plain_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if own_forward and "forward" in vars(self):
+            return vars(self)["forward"](*args, **kwargs)
+        return base.forward(self, *args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, _Checkpointed):  # somebody kept this method beyond the swap
+            return plain_forward(self, *args, **kwargs)
+        return checkpointed_forward(self, plain_forward, args, kwargs, offload_context)
+
+    for name in ("__doc__", "__annotations__", "__module__", "__qualname__"):
+        setattr(forward, name, getattr(base.forward, name, None))
+    forward.__wrapped__ = base.forward  # type: ignore[attr-defined]  # for its signature
+
+    content: dict[str, Any] = {
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__reduce_ex__": _reduce_plainly,
+        "_plain_class": base,
+        "forward": _forward_property(forward) if own_forward else forward,
+    }
+    for name in ("__copy__", "__deepcopy__"):
+        if hasattr(base, name):
+            content[name] = _copy_plainly(getattr(base, name))
+    return _new_class(type(base), base.__name__, (_Checkpointed, base), content)
+
+
+def _new_class(meta: type, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> type:
+    """Make a class without the metaclass of the user's taking note of it, or demanding arguments."""
+    if meta in (type, ABCMeta):
+        return meta(name, bases, content)
+    return type.__new__(meta, name, bases, content)
+
+
+def _forward_property(forward: Callable[..., Any]) -> property:
+    def get(self: nn.Module) -> Any:
+        return types.MethodType(forward, self)
+
+    def put(self: nn.Module, value: Any) -> None:
+        vars(self)["forward"] = value
+
+    def delete(self: nn.Module) -> None:
+        vars(self).pop("forward")
+
+    return property(get, put, delete)
+
+
+def _copy_plainly(copy_method: Callable[..., Any]) -> Callable[..., Any]:
+    def copy(self: nn.Module, *args: Any) -> Any:
+        copied = copy_method(self, *args)
+        swap_out(copied)
+        return copied
+
+    return copy
+
+
+def _reduce_plainly(self: nn.Module, protocol: Any) -> Any:
+    """Pickle and copy as an instance of the plain class, by the way that this class chose."""
+    base = plain_class(type(self))
+    reduced = base.__reduce_ex__(self, protocol)
+    if isinstance(reduced, str):
+        return reduced
+    make, arguments, *rest = reduced
+    if make is copyreg.__newobj__:  # type: ignore[comparison-overlap]
+        # Pickle holds the class of that against the object's; what it does for older protocols
+        # does the same and asks nothing.
+        _, *more = arguments
+        make, arguments = base.__new__, (base, *more)
+        if not more:
+            make, arguments = copyreg._reconstructor, (base, object, None)  # type: ignore[attr-defined]
+    return (_plain(make), tuple(_plain(value) for value in arguments), *rest)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, type):
+        return plain_class(value)
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, type):
+        return getattr(plain_class(value.__self__), value.__name__)
+    return value

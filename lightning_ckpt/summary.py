@@ -1,0 +1,90 @@
+"""What a person reads in the terminal: the one file that prints."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_ckpt.core.plan import BlockPlan, Plan
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print which blocks are recomputed, one row for each run of blocks of one class.
+
+    Args:
+        plan: the plan in force.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    console = console or Console()
+    table = Table(title=_title(plan), title_justify="left", title_style="bold")
+    table.add_column("Block class")
+    table.add_column("Recomputed", justify="right")
+    table.add_column("Which", overflow="fold")
+    table.add_column("Inputs wait")
+    for (_, class_name), group in groupby(plan, key=_family):
+        blocks = list(group)
+        recomputed = [block for block in blocks if block.action == "recompute"]
+        table.add_row(
+            class_name,
+            f"{len(recomputed)} of {len(blocks)}",
+            short_names([block.name for block in recomputed]),
+            _waiting_place(recomputed),
+        )
+    console.print(table)
+    for note in plan.notes:
+        console.print(f"Note: {note}", style="yellow", markup=False, highlight=False)
+
+
+def short_names(names: Sequence[str]) -> str:
+    """Shorten names that differ by a number: `layers.0, layers.4` becomes `layers.{0,4}`."""
+    parts = (_split(name) for name in names)
+    return ", ".join(
+        _braces(prefix, [number for _, number in group])
+        for prefix, group in groupby(parts, key=lambda part: part[0])
+    )
+
+
+def _title(plan: Plan) -> str:
+    return (
+        f"Partial checkpoint: {plan.num_recomputed} of {len(plan)} blocks are recomputed "
+        f"in backward (every_n={plan.every_n})"
+    )
+
+
+def _family(block: BlockPlan) -> tuple[str, str]:
+    return _split(block.name)[0], block.class_name
+
+
+def _waiting_place(blocks: Iterable[BlockPlan]) -> str:
+    places = {block.offload or "on the device" for block in blocks}
+    return ", ".join(sorted(places)) or "-"
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`encoder.layers.3` -> (`encoder.layers`, `3`); a name without a number has none."""
+    prefix, _, last = name.rpartition(".")
+    return (prefix, last) if last.isdigit() else (name, "")
+
+
+def _braces(prefix: str, numbers: list[str]) -> str:
+    if numbers == [""]:
+        return prefix
+    dot = "." if prefix else ""
+    if len(numbers) == 1:
+        return f"{prefix}{dot}{numbers[0]}"
+    return f"{prefix}{dot}{{{','.join(_ranges([int(number) for number in numbers]))}}}"
+
+
+def _ranges(numbers: list[int]) -> list[str]:
+    """[0, 1, 2, 3, 7] -> ["0-3", "7"]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(str(number) for number in run)
+        for run in runs
+    ]
