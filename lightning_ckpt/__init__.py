@@ -1,5 +1,6 @@
 """Partial activation checkpointing and offload for any PyTorch Lightning model."""
 
+from lightning_ckpt.callbacks import PartialCheckpoint as PartialCheckpoint
 from lightning_ckpt.core.apply import Handle as Handle
 from lightning_ckpt.core.apply import apply_partial_checkpoint as apply_partial_checkpoint
 from lightning_ckpt.core.blocks import Block as Block
@@ -7,3 +8,4 @@ from lightning_ckpt.core.blocks import find_blocks as find_blocks
 from lightning_ckpt.core.plan import BlockPlan as BlockPlan
 from lightning_ckpt.core.plan import Plan as Plan
 from lightning_ckpt.core.recompute import is_recomputing as is_recomputing
+from lightning_ckpt.monitor import PeakMemoryMonitor as PeakMemoryMonitor

@@ -117,6 +117,16 @@ def _of_bare_towers(
     return found
 
 
+def check_layers(layers: Layers) -> None:
+    """Refuse what `layers` cannot be, before there is a model to look into.
+
+    Raises:
+        TypeError, ValueError: as `find_blocks`.
+    """
+    if layers is not None:
+        _entries(layers)
+
+
 class Candidate(NamedTuple):
     """A child of a container that could be a block."""
 
@@ -130,7 +140,7 @@ class Candidate(NamedTuple):
 def _candidates(root: nn.Module, names: dict[int, str]) -> list[Candidate]:
     """All non-leaf children with parameters of `root`'s containers, in order, each once."""
     found: dict[int, Candidate] = {}
-    for container in root.modules():
+    for container in (root, *_parts(root)):
         if not isinstance(container, CONTAINERS):
             continue
         for child in container.children():
@@ -276,7 +286,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -372,7 +382,7 @@ def _named(root: nn.Module, layers: Any) -> tuple[list[nn.Module], tuple[str, ..
 
 def _entries(layers: Any) -> list[Any]:
     """`layers` as a list of classes, strings and predicates, checked."""
-    single = isinstance(layers, (str, type)) or callable(layers)
+    single = isinstance(layers, str) or callable(layers)  # a class, a predicate; a module too
     if not single and not isinstance(layers, Sequence):
         raise TypeError(f"layers must be {FORMS}, got {layers!r}")
     entries = [layers] if single else list(layers)
@@ -381,13 +391,22 @@ def _entries(layers: Any) -> list[Any]:
             f"layers={layers!r} is empty; pass None to let blocks be found, or {FORMS}"
         )
     for entry in entries:
-        if isinstance(entry, type) and not issubclass(entry, nn.Module):
-            raise TypeError(f"layers holds {entry!r}, which is no subclass of torch.nn.Module")
-        if isinstance(entry, nn.Module) or not (isinstance(entry, str) or callable(entry)):
-            raise TypeError(f"layers holds {entry!r}; it must be {FORMS}")
-        if isinstance(entry, str) and not entry.strip():
-            raise ValueError(f"layers holds an empty string ({entry!r}); it must be {FORMS}")
+        _check(entry)
     return entries
+
+
+def _check(entry: Any) -> None:
+    if isinstance(entry, nn.Module):
+        raise TypeError(
+            f"layers holds a module, {type(entry).__name__}; pass its class, its name, or "
+            "lambda name, module: module is ..."
+        )
+    if isinstance(entry, type) and not issubclass(entry, nn.Module):
+        raise TypeError(f"layers holds {entry!r}, which is no subclass of torch.nn.Module")
+    if not (isinstance(entry, str) or callable(entry)):
+        raise TypeError(f"layers holds {entry!r}; it must be {FORMS}")
+    if isinstance(entry, str) and not entry.strip():
+        raise ValueError(f"layers holds an empty string ({entry!r}); it must be {FORMS}")
 
 
 FORMS = (
@@ -402,14 +421,14 @@ def _matches(root: nn.Module, entry: Any) -> list[nn.Module]:
     runnable = [_unwrapped(m) for m in found if _has_forward(m)]
     if runnable:
         return runnable
-    shown = repr(entry) if isinstance(entry, str) or not isinstance(entry, type) else entry.__name__
-    if found:
-        raise ValueError(
-            f"layers={shown} is a {type(found[0]).__name__}, which has no forward of its own; "
-            f"did you mean '{entry}.*'?"
-        )
+    if not found:
+        shown = entry.__name__ if isinstance(entry, type) else repr(entry)
+        where = type(root).__name__
+        raise ValueError(f"layers={shown} matches nothing in {where}; {_nearest(root, entry)}")
+    name = next(name for name, m in root.named_modules() if m is found[0])
     raise ValueError(
-        f"layers={shown} matches nothing in {type(root).__name__}; {_nearest(root, entry)}"
+        f"layers={entry!r} matches {name!r}, a {type(found[0]).__name__}, which has no forward of "
+        f"its own; did you mean '{name}.*'?"
     )
 
 

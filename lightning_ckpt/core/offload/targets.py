@@ -52,13 +52,17 @@ def _pack(tensor: Tensor) -> _Stayed | _Moved:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             own = own.narrow(dim, 0, 1)
-    pinned = torch.empty_like(own, device="cpu", pin_memory=not nothing_to_move())
-    return _Moved(pinned.copy_(own), tensor.device, tensor.size())
+    host = torch.empty_like(own, device="cpu", pin_memory=torch.accelerator.is_available())
+    return _Moved(host.copy_(own), tensor.device, tensor.size())
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _stays(tensor: Tensor) -> bool:
     return (
-        tensor.device.type == "cpu"
+        _is_on_host(tensor)
         or tensor.layout != torch.strided
         or isinstance(view_base(tensor), nn.Parameter)
     )
