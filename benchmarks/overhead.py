@@ -21,17 +21,18 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt import apply_partial_checkpoint
 
-VOCABULARY, WIDTH, HIDDEN, HEADS = 512, 256, 691, 8
+VOCABULARY, WIDTH, HEADS = 512, 256, 8
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        hidden = round(2.7 * width)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         batch, length, _ = x.shape
@@ -44,11 +45,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, num_blocks: int, by_hand: bool) -> None:
+    def __init__(self, num_blocks: int, by_hand: bool, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.by_hand = by_hand
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T)

@@ -34,7 +34,7 @@ class Digits(L.LightningDataModule):
             torch.Generator().manual_seed(self.seed),
         )
 
-    def train_dataloader(self) -> DataLoader[list[Tensor]]:
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(
             self.train_set,
             self.batch_size,
@@ -44,5 +44,5 @@ class Digits(L.LightningDataModule):
             generator=torch.Generator().manual_seed(self.seed),
         )
 
-    def val_dataloader(self) -> DataLoader[list[Tensor]]:
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.val_set, self.batch_size, num_workers=self.num_workers)

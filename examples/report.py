@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
+from rich.progress import BarColumn
 from rich.table import Table
 
 
@@ -39,11 +40,19 @@ class StepTime(L.Callback):
 
 
 class ProgressBar(RichProgressBar):
-    """Lightning's bar with the losses alone, so that it fits a line of 80 columns."""
+    """Lightning's bar with the losses alone, and short enough for a line of 80 columns."""
+
+    def configure_columns(self, trainer: L.Trainer) -> list[Any]:
+        columns = super().configure_columns(trainer)
+        for column in columns:
+            if isinstance(column, BarColumn):
+                column.bar_width = 10
+        return columns
 
     def get_metrics(self, *args: Any) -> dict[str, Any]:
         metrics = super().get_metrics(*args)
-        return {key: metrics[key] for key in ("loss", "val/loss") if key in metrics}
+        shown = {"loss": "loss", "val/loss": "val"}
+        return {short: metrics[key] for key, short in shown.items() if key in metrics}
 
 
 class EpochTable(Logger):

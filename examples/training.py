@@ -1,5 +1,7 @@
 """What all models of the examples share: how a loss is logged and minimised."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import Tensor
@@ -19,16 +21,16 @@ class Training(L.LightningModule):
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
 
-    def loss(self, batch: Tensor | list[Tensor]) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError
 
-    def training_step(self, batch: Tensor | list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("train/loss", loss, on_step=False, on_epoch=True)
         self.log("loss", loss, prog_bar=True, logger=False)  # of this step, in the bar
         return loss
 
-    def validation_step(self, batch: Tensor | list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", self.loss(batch), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ type; `check` refuses the rest. This is the one module that names Hydra.
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -259,11 +259,14 @@ def _check_keys(key: str, node: Any) -> None:
 
 
 def _check_values(group: str, node: DictConfig | None) -> None:
-    """Build the plain dataclass, whose `__post_init__` looks at the values."""
-    if not node:
+    """Make the plain dataclass, whose `__post_init__` looks at the values."""
+    schema = OmegaConf.get_type(node) if node else None
+    if not is_dataclass(schema):
         return
+    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
     try:
-        OmegaConf.to_object(node)
+        schema(**{field.name: values[field.name] for field in fields(schema)})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{group}.{error}") from None
 
@@ -272,9 +275,10 @@ def _check_pair(config: DictConfig) -> None:
     """The model takes what the data give."""
     if not (config.get("model") and config.get("data")):
         return
-    model, data = OmegaConf.get_type(config.model), OmegaConf.get_type(config.data)
+    model: Any = OmegaConf.get_type(config.model)
+    data: Any = OmegaConf.get_type(config.data)
     if not (issubclass(model, ModelConfig) and issubclass(data, DataConfig)):
-        return
+        return  # an app's own models and data
     if model.takes != data.gives:
         raise ValueError(
             f"model and data do not fit: {config.model._target_} takes {model.takes}, "

@@ -58,7 +58,6 @@ class PeakMemoryMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._num_steps += 1
         self._with(lambda tracker: tracker.resume(batch))
 
     @override
@@ -70,6 +69,7 @@ class PeakMemoryMonitor(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._num_steps += 1
         self._with(lambda tracker: tracker.pause())
 
     @override
@@ -81,7 +81,8 @@ class PeakMemoryMonitor(L.Callback):
         # Every rank takes part, also one without a figure: the others would wait for it.
         peak = _maximum_over_ranks(self._peak_mib(), pl_module.device)
         if peak > 0:
-            pl_module.log(KEY, peak, prog_bar=True)
+            # Equal on all ranks by now; Lightning warns each user when it is not told to reduce.
+            pl_module.log(KEY, peak, prog_bar=True, sync_dist=True, reduce_fx="max")
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -129,7 +130,7 @@ class PeakMemoryMonitor(L.Callback):
     def _stop(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            tracker.stop()
+            self._try(tracker.stop)
 
 
 def _maximum_over_ranks(value: float, device: torch.device) -> torch.Tensor:

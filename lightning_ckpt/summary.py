@@ -17,7 +17,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console: where to print; a terminal of the usual kind by default.
     """
     console = console or Console()
-    table = Table(title=_title(plan), title_justify="left", title_style="bold")
+    table = Table()
     table.add_column("Block class")
     table.add_column("Recomputed", justify="right")
     table.add_column("Which", overflow="fold")
@@ -31,6 +31,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
             short_names([block.name for block in recomputed]),
             _waiting_place(recomputed),
         )
+    console.print(_title(plan), style="bold", markup=False, highlight=False)
     console.print(table)
     for note in plan.notes:
         console.print(f"Note: {note}", style="yellow", markup=False, highlight=False)
@@ -47,7 +48,7 @@ def short_names(names: Sequence[str]) -> str:
 
 def _title(plan: Plan) -> str:
     return (
-        f"Partial checkpoint: {plan.num_recomputed} of {len(plan)} blocks are recomputed "
+        f"PartialCheckpoint: {plan.num_recomputed} of {len(plan)} blocks are recomputed "
         f"in backward (every_n={plan.every_n})"
     )
 

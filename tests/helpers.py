@@ -81,24 +81,26 @@ def square_step(model: nn.Module, index: int) -> Tensor:
 # --- counting
 
 
-def _first_leaf(module: nn.Module) -> nn.Module:
-    return next(m for m in module.modules() if not list(m.children()) and m is not module)
-
-
 @contextmanager
 def executions(model: nn.Module, names: Sequence[str]) -> Iterator[Counter[str]]:
     """Count how often the inside of each named block runs, recomputes included.
 
-    The block's own hooks stay outside a recompute, so the count is taken at its first leaf.
+    The block's own hooks stay outside a recompute, so the count is taken at one of its leaves: the
+    one that runs first (a recompute may stop before it reaches the last).
     """
     counts: Counter[str] = Counter()
+    probes: dict[str, nn.Module] = {}
     hooks = []
     for name in names:
 
         def count(module: nn.Module, args: Any, name: str = name) -> None:
-            counts[name] += 1
+            if probes.setdefault(name, module) is module:
+                counts[name] += 1
 
-        hooks.append(_first_leaf(model.get_submodule(name)).register_forward_pre_hook(count))
+        block = model.get_submodule(name)
+        for leaf in block.modules():
+            if leaf is not block and not list(leaf.children()):
+                hooks.append(leaf.register_forward_pre_hook(count))
     try:
         yield counts
     finally:

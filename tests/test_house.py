@@ -129,7 +129,10 @@ for path in sorted(pathlib.Path({package!r}, "core").rglob("*.py")):
 
 @pytest.mark.parametrize(
     ("blocked", "loads"),
-    [(["lightning", "pytorch_lightning", "hydra", "rich", "transformers"], True), (["torch"], False)],
+    [
+        (["lightning", "pytorch_lightning", "hydra", "rich", "transformers"], True),
+        (["torch"], False),
+    ],
 )
 def test_core_needs_torch_only(blocked: list[str], loads: bool) -> None:
     """The second row shows that the first could fail."""

@@ -52,4 +52,3 @@ def view_base(tensor: Tensor) -> Tensor:
 def is_fake(tensor: Tensor) -> bool:
     """Whether `tensor` has no values (meta device, or a fake tensor of the compiler's)."""
     return tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor)
-

@@ -176,29 +176,35 @@ def without_caches(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of `block`, the key-value caches among them taken out.
 
-    The recompute would write to them a second time. Training does not read them, and what the
-    model returns keeps its shape, since models build the cache, not their layers.
+    The recompute would write to them a second time. Training does not read what it writes there,
+    and what the model returns keeps its shape: the model makes the cache, not the layers. Where
+    there is a cache `use_cache` is turned off too, as the library does in its layers; older ones
+    have none, return their keys with `use_cache`, and their model expects them, so there it stays.
 
     Args:
-        block: the block; other people's are left alone.
-        forward: its own forward, for the place of a positional `use_cache`.
+        block: the block; those that are not of Transformers are left alone.
+        forward: its own forward, bound.
         args: positional arguments (GPT-2 passes its cache so).
         kwargs: keyword arguments (Llama does).
+
+    Raises:
+        ValueError: a cache has something in it that the block would read.
     """
     if not _is_of_library(type(block)):
         return args, kwargs
-    if getattr(block, "_can_checkpoint_with_cache", False):  # it only reads
+    named = [name for name, value in kwargs.items() if _is_cache(value, name)]
+    if not named and not any(map(_is_cache, args)):
         return args, kwargs
-    if any(map(_is_cache, args)):
-        args = tuple(None if _is_cache(value) else value for value in args)
-    dropped: dict[str, Any] = {
-        name: None
-        for name, value in kwargs.items()
-        if value is not None and (name in _CACHE_NAMES or _is_cache(value))
-    }
-    if kwargs.get("use_cache"):
+    dropped: dict[str, Any] = {}
+    layer = _class_of("modeling_layers", "GradientCheckpointingLayer")
+    if kwargs.get("use_cache") and layer is not None and isinstance(block, layer):
         dropped["use_cache"] = False
-    return args, {**kwargs, **dropped} if dropped else kwargs
+    if not getattr(block, "_can_checkpoint_with_cache", False):  # unless it only reads
+        for value in (*args, *(kwargs[name] for name in named)):
+            _refuse_used(value, block, kwargs)
+        args = tuple(None if _is_cache(value) else value for value in args)
+        dropped.update(dict.fromkeys(named))
+    return args, {**kwargs, **dropped}
 
 
 def _is_of_library(cls: type) -> bool:
@@ -208,10 +214,42 @@ def _is_of_library(cls: type) -> bool:
     )
 
 
-def _is_cache(value: Any) -> bool:
-    """Whether `value` is a cache; some models have classes for it of their own."""
+def _is_cache(value: Any, name: str = "") -> bool:
+    """Whether `value`, an argument called `name`, is a cache; some models have own classes for it."""
+    if value is None or name in _CACHE_NAMES:
+        return value is not None
     cls = type(value)
     base = _class_of("cache_utils", "Cache")
     if base is not None and issubclass(cls, base):
         return True
     return cls.__name__.endswith("Cache") and cls.__module__.startswith("transformers.")
+
+
+def _refuse_used(cache: Any, block: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse a cache without which `block` would compute something else."""
+    base = _class_of("cache_utils", "Cache")
+    if base is None or not isinstance(cache, base):
+        return
+    # Looped models (Dory, HRM) give each pass through a layer a place of its own in the cache.
+    offset = sum(kwargs.get(name) or 0 for name in ("cache_offset", "cycle_offset"))
+    for part in block.modules():
+        if getattr(part, "kv_shared_layer_index", None) is not None:
+            raise ValueError(
+                f"past_key_values: {type(block).__name__} reads the keys of another layer from the "
+                "cache, and a checkpointed layer has none; pass use_cache=False to the model"
+            )
+        # The attention's index, not the block's: a block with two of them counts twice as fast.
+        index = getattr(part, "layer_idx", None) if part is not block else None
+        if isinstance(index, int) and _num_cached(cache, index + offset) > 0:
+            raise ValueError(
+                f"past_key_values: the cache given to a {type(block).__name__} is not empty "
+                "(prefix tuning, or a text in pieces), and a checkpointed layer cannot read it; "
+                "pass none, or leave these blocks out by `layers=`"
+            )
+
+
+def _num_cached(cache: Any, layer: int) -> int:
+    try:
+        return cache.get_seq_length(layer)
+    except ValueError:  # not an attention layer
+        return 0

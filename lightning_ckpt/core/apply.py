@@ -90,7 +90,10 @@ class Handle:
 
 
 def apply_partial_checkpoint(
-    module: nn.Module, every_n: int = 1, offload: bool | str | OffloadConfig = False, layers: Any = None
+    module: nn.Module,
+    every_n: int = 1,
+    offload: bool | str | OffloadConfig = False,
+    layers: Any = None,
 ) -> Handle:
     """Make every `every_n`-th repeated block of `module` checkpoint itself.
 
@@ -144,7 +147,7 @@ def apply_quietly(
         )
     modules = [block.module for block in blocks]
     names = [(block.name, type(block.module).__name__) for block in blocks]
-    handle = Handle(every_n_plan(names, every_n, config and config.target, notes), modules)
+    handle = Handle(every_n_plan(names, every_n, config.target if config else None, notes), modules)
     try:
         _put_in_force(handle, module, config)
     except BaseException:

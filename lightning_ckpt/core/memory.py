@@ -13,9 +13,10 @@ inside its kernel, and storages that nothing named and no operation touched.
 """
 
 import dataclasses
+import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -111,25 +112,20 @@ class LiveBytes(PeakTracker):
 
     def __init__(self) -> None:
         self._mode = _CountingMode()
-        self._entered = False
 
     def resume(self, *holders: Any) -> None:
         self._mode.count(holders)
-        if not self._entered:
-            self._mode.__enter__()
-            self._entered = True
+        self._mode.enter()
 
     def pause(self) -> None:
-        if self._entered:
-            self._entered = False
-            self._mode.__exit__(None, None, None)
+        self._mode.leave()
 
     def reset_peak(self, *holders: Any) -> None:
         self._mode.count(holders)
         self._mode.peak = self._mode.live
 
     def stop(self) -> None:
-        self.pause()
+        self._mode.leave()
         self._mode.forget()
 
     @property
@@ -141,7 +137,7 @@ class LiveBytes(PeakTracker):
         return self._mode.live
 
 
-class _Counted(weakref.ref):  # type: ignore[type-arg]
+class _Counted(weakref.ref[torch.UntypedStorage]):
     """A storage that is counted in, and by how many bytes."""
 
     __slots__ = ("key", "num_bytes")
@@ -150,69 +146,111 @@ class _Counted(weakref.ref):  # type: ignore[type-arg]
 
 
 class _CountingMode(TorchDispatchMode):
+    """Counts storages while it is on. An error in here would end the step that it measures."""
+
     # Without it torch refuses higher-order operators (`torch.cond`, flex attention) in here.
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let a compiled function that `_find_compiled` could not see run compiled: the figure then
+        misses its temporaries, but the training is the same. Older torch does not ask.
+        """
+        return True
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.on = False
         # By `id`, which is stable: torch keeps the Python object as long as the storage lives.
         self._counted: dict[int, _Counted] = {}
 
+    def enter(self) -> None:
+        if self not in _entered:
+            self.__enter__()
+            _entered.append(self)
+        self.on = True
+
+    def leave(self) -> None:
+        """Torch takes off whatever mode is on top, so two trackers that end in the order in which
+        they began would take off each other: the lower one stays there, idle, until it is on top.
+        """
+        self.on = False
+        while _entered and not _entered[-1].on:
+            _entered.pop().__exit__(None, None, None)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Subclasses (DTensor) go first and come back here with operations on plain tensors.
-        if types and any(map(_dispatches, types)):
+        # DTensor and the like go first, and come back here with operations on plain tensors.
+        if types and any(map(_wraps_tensors, types)):
             return NotImplemented
         result = func(*args, **kwargs) if kwargs else func(*args)
-        for given in args:
-            if isinstance(given, Tensor):
-                self._see(given)
-        if isinstance(result, Tensor):
-            self._see(result)
-        elif isinstance(result, (tuple, list)):
-            self.count(result)
+        if self.on:
+            # Arguments too: what nothing named and nothing made in here is met as an argument.
+            self._see_all(args)
+            if kwargs:
+                self._see_all(kwargs.values())
+            if isinstance(result, Tensor):
+                self._see(result)
+            elif isinstance(result, (tuple, list)):
+                self._see_all(result)
         return result
 
     def count(self, holder: Any) -> None:
-        for tensor in _tensors_in(holder, set()):
+        for tensor in _tensors_in(holder, {}):
             self._see(tensor)
 
     def forget(self) -> None:
         self._counted.clear()  # a dead weak reference does not call back
 
+    def _see_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value)
+            elif isinstance(value, (tuple, list)):
+                self._see_all(value)
+
     def _see(self, tensor: Tensor) -> None:
         try:
             storage = tensor.untyped_storage()
-        except NotImplementedError:  # sparse: its parts have storages; opaque: unknown
-            for part in _parts(tensor):
-                self._see(part)
+        except RuntimeError:  # sparse: its parts have storages; opaque layouts: unknown
+            self._see_all(_parts(tensor))
             return
         num_bytes = storage.nbytes()
         known = self._counted.get(id(storage))
+        if known is not None and known.num_bytes == num_bytes:
+            return
         if known is None:
             if storage.device.type != "cpu":  # fake and meta tensors too
                 return
-            known = _Counted(storage, self._died)
+            known = self._counted[id(storage)] = _Counted(storage, self._died)
             known.key = id(storage)
-            known.num_bytes = num_bytes
-            self._counted[known.key] = known
-            self.live += num_bytes
-        elif known.num_bytes != num_bytes:
-            self.live += num_bytes - known.num_bytes
-            known.num_bytes = num_bytes
-        else:
-            return
-        if self.live > self.peak:
-            self.peak = self.live
+            known.num_bytes = 0
+        self.live += num_bytes - known.num_bytes
+        known.num_bytes = num_bytes
+        self.peak = max(self.peak, self.live)
 
     def _died(self, dead: _Counted) -> None:
         del self._counted[dead.key]
         self.live -= dead.num_bytes
 
 
-def _dispatches(kind: type[Tensor]) -> bool:
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+_entered: list[_CountingMode] = []  # those on torch's stack, the lowest first
+
+
+def _idle_after_fork() -> None:
+    """A process that is forked in here (a data loader's worker) has its own copy of the modes."""
+    for mode in _entered:
+        mode.on = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle_after_fork)
+
+
+def _wraps_tensors(kind: type) -> bool:
+    """Whether it is a wrapper subclass, by the protocol that `torch.compile` asks of them."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -226,10 +264,10 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def _tensors_in(holder: Any, seen: set[int]) -> Iterator[Tensor]:
+def _tensors_in(holder: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     if id(holder) in seen:
         return
-    seen.add(id(holder))
+    seen[id(holder)] = holder
     if isinstance(holder, Tensor):
         yield from _plain(holder)
         if holder.is_leaf and holder.grad is not None:
@@ -241,8 +279,8 @@ def _tensors_in(holder: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """A wrapper subclass (DTensor) has the size of the whole; what it holds here is inside it."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
+    if _wraps_tensors(type(tensor)):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for inner in (getattr(tensor, name) for name in names):
             if isinstance(inner, Tensor):
                 yield from _plain(inner)
@@ -268,18 +306,25 @@ def _items(holder: Any) -> Iterator[Any]:
 def _find_compiled(module: nn.Module) -> str | None:
     """Name the first compiled part of `module`, as far as it can be seen from outside."""
     for name, part in module.named_modules():
-        if (
-            isinstance(part, OptimizedModule)
-            or getattr(part, "_compiled_call_impl", None) is not None
-            or any(_is_compiled(value) for value in vars(part).values())
-            or _is_compiled(type(part).forward)
-        ):
+        own = list(vars(part).values())
+        of_classes = [value for kind in _own_classes(part) for value in vars(kind).values()]
+        if isinstance(part, OptimizedModule) or any(map(_is_compiled, own + of_classes)):
             return f"{name or 'the model'} ({type(part).__name__})"
     return None
 
 
-def _is_compiled(function: Any) -> bool:
-    return callable(function) and hasattr(function, "_torchdynamo_orig_callable")
+def _own_classes(module: nn.Module) -> list[type]:
+    """The classes of `module` that are not torch's own."""
+    return [kind for kind in type(module).__mro__ if kind.__module__.split(".")[0] != "torch"]
+
+
+def _is_compiled(value: Any) -> bool:
+    """Whether `value` is a function or bound method that `torch.compile` made."""
+    return (
+        callable(value)
+        and hasattr(value, "_torchdynamo_orig_callable")
+        and not getattr(value, "_torchdynamo_disable", False)
+    )
 
 
 class _Counters(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt.core import _transformers
@@ -69,7 +70,7 @@ def checkpointed_forward(
     return _eager(module, forward, args, kwargs, saved_inputs)
 
 
-@torch.compiler.substitute_in_graph(checkpointed_forward)  # type: ignore[arg-type]
+@torch.compiler.substitute_in_graph(checkpointed_forward)
 def _traced(
     module: nn.Module,
     forward: Forward,
@@ -134,7 +135,8 @@ def _eager(
         return forward(module, *args, **kwargs)
     args, kwargs = _transformers.without_caches(module, forward, args, kwargs)
     tensors, build = flatten((args, kwargs))
-    if not _needs_grad(tensors, module):
+    # Lazy modules get their parameters, and another class, in their first call: no replay of that.
+    if not _needs_grad(tensors, module) or any(map(is_lazy, module.parameters())):
         return forward(module, *args, **kwargs)
     region = _Region(module, forward, args, kwargs, build)
     with saved_inputs():

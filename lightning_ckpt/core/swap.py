@@ -113,7 +113,7 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
 
 
 def _new_class(meta: type, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> type:
-    """Make a class without the metaclass of the user's taking note of it, or demanding arguments."""
+    """Make a class unheard of by a metaclass of the user's, which may register or want arguments."""
     if meta in (type, ABCMeta):
         return meta(name, bases, content)
     return type.__new__(meta, name, bases, content)
@@ -144,11 +144,11 @@ def _copy_plainly(copy_method: Callable[..., Any]) -> Callable[..., Any]:
 def _reduce_plainly(self: nn.Module, protocol: Any) -> Any:
     """Pickle and copy as an instance of the plain class, by the way that this class chose."""
     base = plain_class(type(self))
-    reduced = base.__reduce_ex__(self, protocol)
+    reduced: Any = getattr(base, "__reduce_ex__")(self, protocol)  # noqa: B009 (mypy knows no more)
     if isinstance(reduced, str):
         return reduced
     make, arguments, *rest = reduced
-    if make is copyreg.__newobj__:  # type: ignore[comparison-overlap]
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
         # Pickle holds the class of that against the object's; what it does for older protocols
         # does the same and asks nothing.
         _, *more = arguments

@@ -129,13 +129,20 @@ def test_nothing_to_find() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = nn.Linear(2, 2)
-            self.second = nn.Conv1d(2, 2, 1)
+            self.first = MlpBlock()
+            self.second = nn.TransformerEncoderLayer(8, 2, 8)
 
     with pytest.raises(ValueError, match="layers=") as caught:
         apply_partial_checkpoint(Plain())
-    assert "Linear" in str(caught.value)
-    assert "Conv1d" in str(caught.value)
+    assert "MlpBlock" in str(caught.value)
+    assert "TransformerEncoderLayer" in str(caught.value)
+
+
+def test_nothing_to_find_among_leaves() -> None:
+    """Pitfall 56: a model of leaves only, or a leaf itself."""
+    for model in (nn.Linear(2, 2), nn.Bilinear(2, 2, 2)):
+        with pytest.raises(ValueError, match="layers="):
+            apply_partial_checkpoint(model)
 
 
 @pytest.mark.parametrize("module", [None, "model", [MlpBlock()], MlpBlock], ids=type)

@@ -1,4 +1,4 @@
-"""Which modules are blocks: a table of architectures as people write them, and the forms of layers=."""
+"""Which modules are blocks: architectures as people write them, and the forms of layers=."""
 
 import re
 from collections import OrderedDict
@@ -541,9 +541,9 @@ def test_mlp_has_no_blocks():
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "no repeated blocks found in Sequential, looked for children of one class in ModuleList, "
-            "Sequential and ModuleDict. Classes seen: only single layers. Name the blocks by class, "
-            "layers='Block', or by place, layers='encoder.layers.*'"
+            "no repeated blocks found in Sequential, looked for children of one class in "
+            "ModuleList, Sequential and ModuleDict. Classes seen: only single layers. Name the "
+            "blocks by class, layers='Block', or by place, layers='encoder.layers.*'"
         ),
     ):
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
@@ -649,8 +649,8 @@ def test_the_model_is_no_block_of_its_own():
         (
             "encoder.layers",
             ValueError,
-            "layers='encoder.layers' matches 'encoder.layers', a ModuleList, which has no forward of "
-            "its own; did you mean 'encoder.layers.*'?",
+            "layers='encoder.layers' matches 'encoder.layers', a ModuleList, which has no forward "
+            "of its own; did you mean 'encoder.layers.*'?",
         ),
         (nn.ModuleList, ValueError, "a ModuleList, which has no forward of its own; did you mean"),
         ("", ValueError, "layers holds an empty string ('')"),

@@ -338,7 +338,7 @@ class Recording(Base):
         y = self.mix(x)
         terms["count"] = terms.get("count", 0) + 1
         terms[f"term{terms['count']}"] = y.pow(2).mean()
-        return torch.sin(y) / terms["count"]
+        return torch.sin(y / terms["count"])
 
 
 class Updating(Base):

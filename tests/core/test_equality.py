@@ -10,11 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import DIM, MlpBlock, Stack, assert_same, batch, compare, square_step, stack_of
+import torchmetrics
+from helpers import (
+    DIM,
+    MlpBlock,
+    Stack,
+    assert_same,
+    batch,
+    compare,
+    generator_states,
+    square_step,
+    stack_of,
+)
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_ckpt import apply_partial_checkpoint
+from lightning_ckpt import apply_partial_checkpoint, is_recomputing
 
 # --- randomness
 
@@ -42,14 +53,14 @@ class PythonNoiseBlock(MlpBlock):
     """Scales the branch by a draw from Python's `random`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x))) * random.random()
+        return x + self.down(torch.tanh(self.up(x)) * random.random())
 
 
 class NumpyNoiseBlock(MlpBlock):
     """Scales the branch by a draw from NumPy's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x))) * float(np.random.rand())
+        return x + self.down(torch.tanh(self.up(x)) * float(np.random.rand()))
 
 
 class LateDrawBlock(MlpBlock):
@@ -107,6 +118,67 @@ def test_layer_drop_outside_a_block() -> None:
     _, plain = compare(LayerDropStack, steps=4)
     skipped = [g for grads in plain.grads for n, g in grads.items() if n.startswith("layers")]
     assert any(g is None for g in skipped)
+
+
+class PrivateTorch(MlpBlock):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(1, generator=self.generator)
+        return x + self.down(torch.tanh(self.up(x)) * noise)
+
+
+class PrivateRandom(MlpBlock):
+    """Draws from a `random.Random` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * self.generator.random())
+
+
+class PrivateNumpy(MlpBlock):
+    """Draws from a NumPy generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * float(self.generator.random()))
+
+
+@pytest.mark.parametrize(
+    "block", [PrivateTorch, PrivateRandom, PrivateNumpy], ids=["torch", "random", "numpy"]
+)
+def test_private_generators(block: type[nn.Module]) -> None:
+    """Pitfall 2: a generator that the block keeps as an attribute is replayed as well."""
+    compare(stack_of(block))
+
+
+def test_error_in_the_recompute_leaves_the_generators_alone() -> None:
+    """Report D3: the streams go on from where they were when the recompute raised."""
+
+    class Failing(LateDrawBlock):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sin(super().forward(x))
+            if is_recomputing():
+                raise RuntimeError("boom")
+            return torch.sin(y)
+
+    model = Stack(Failing, 3)
+    with apply_partial_checkpoint(model):
+        loss = model(batch(0)).sum()
+        before = generator_states()
+        with pytest.raises(RuntimeError, match="boom"):
+            loss.backward()
+    assert_same(generator_states(), before)
 
 
 def test_backward_leaves_the_generators_alone() -> None:
@@ -292,7 +364,7 @@ class IntegerCounter(Stateful):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x + torch.tanh(self.up(x)) / self.calls
+        return x + torch.tanh(self.up(x) / self.calls)
 
 
 class WarmupFlag(Stateful):
@@ -353,6 +425,116 @@ def test_state_with_two_forwards_before_one_backward(block: type[nn.Module]) -> 
 def test_state_with_backward_twice(block: type[nn.Module]) -> None:
     """Report C4, F2: several recomputes of one forward leave no trace either."""
     compare(stack_of(block), retain_step, ratio=None)
+
+
+class Stash(MlpBlock):
+    """Keeps its last activation, and what it looked like, as plain attributes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        self.last = h.detach()
+        self.shapes = tuple(h.shape)
+        self.term = h.pow(2).mean()
+        return torch.sin(x + self.down(self.dropout(h)))
+
+
+def test_stashed_activation() -> None:
+    """Report C5: an auxiliary loss that is left on the module keeps its gradient, counted once."""
+
+    def step(model: nn.Module, index: int) -> tuple[Any, ...]:
+        y = model(batch(index))
+        loss = y.pow(2).mean() + torch.stack([layer.term for layer in model.layers]).sum()
+        loss.backward()
+        return (
+            loss.detach(),
+            [layer.last.clone() for layer in model.layers],
+            [layer.term.detach() for layer in model.layers],
+            [layer.shapes for layer in model.layers],
+        )
+
+    compare(stack_of(Stash), step)
+
+
+class History(MlpBlock):
+    """Appends to a list and writes into a dict that it keeps as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[float] = []
+        self.table: dict[str, int] = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.history.append(1.0)
+        self.table["calls"] += 1
+        return torch.sin(super().forward(x) / len(self.history))
+
+
+def test_containers_kept_as_attributes() -> None:
+    """Pitfall 5: counters inside a list or a dict on the block."""
+
+    def step(model: nn.Module, index: int) -> tuple[Any, ...]:
+        loss = square_step(model, index)
+        return loss, [len(m.history) for m in model.layers], [m.table for m in model.layers]
+
+    compare(stack_of(History), step)
+
+
+class Metered(MlpBlock):
+    """Updates a torchmetrics metric in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = torchmetrics.MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(super().forward(x))
+        self.metric.update(y.detach())
+        return torch.sin(y)
+
+
+def test_metric_inside_a_block() -> None:
+    """Pitfall 26: a metric that lives in a block is updated once per step."""
+
+    def step(model: nn.Module, index: int) -> tuple[Any, ...]:
+        loss = square_step(model, index)
+        return loss, [float(m.metric.compute()) for m in model.layers]
+
+    compare(stack_of(Metered), step)
+
+
+class MomentumTeacher(MlpBlock):
+    """Moves a frozen twin of its layer in each forward, then computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(DIM, 2 * DIM).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.up.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+        return x + self.down(torch.tanh(self.up(x)) * self.teacher(x).detach())
+
+
+def test_frozen_parameters_that_the_forward_moves() -> None:
+    """Report C4: state that is kept in frozen parameters moves once, too."""
+    compare(stack_of(MomentumTeacher))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_lazy_modules() -> None:
+    """Parameters and buffers that get their shape in the first forward (which may run plain)."""
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.LazyLinear(DIM)
+            self.norm = nn.LazyBatchNorm1d()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.norm(self.up(x)))
+
+    compare(stack_of(Lazy), optimizer=None, ratio=None)
 
 
 def test_state_survives_an_error_in_the_recompute() -> None:
@@ -603,6 +785,109 @@ def test_gradient_wanted_for_the_input_only() -> None:
         return x.grad
 
     compare(frozen, step, optimizer=None)
+
+
+def test_functional_call() -> None:
+    """Parameters handed in by `torch.func.functional_call`: right gradients or an error."""
+
+    def step(model: nn.Module) -> tuple[Tensor, ...]:
+        params = {n: (p.detach() * 1.5).requires_grad_() for n, p in model.named_parameters()}
+        result = torch.func.functional_call(model, params, (batch(0),))
+        return torch.autograd.grad(result.pow(2).mean(), list(params.values()))
+
+    model = Stack(lambda: MlpBlock(dropout=0.0))
+    expected = step(model)
+    with apply_partial_checkpoint(model):
+        try:
+            grads = step(model)
+        except RuntimeError:
+            return
+    assert_same(grads, expected)
+
+
+def test_optimizer_step_between_forward_and_backward() -> None:
+    """Plain autograd raises, since a saved weight was changed in place; so must ours."""
+
+    def step(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one, two = model(batch(0)).pow(2).mean(), model(batch(1)).pow(2).mean()
+        one.backward()
+        optimizer.step()
+        two.backward()
+
+    model = Stack(lambda: MlpBlock(dropout=0.0))
+    with pytest.raises(RuntimeError):
+        step(model)
+    with apply_partial_checkpoint(model), pytest.raises(RuntimeError):
+        step(model)
+
+
+@pytest.mark.parametrize("needed", [True, False], ids=["thawed", "frozen"])
+def test_requires_grad_toggled_between_forward_and_backward(needed: bool) -> None:
+    """Report F5: right gradients or an error, never silence."""
+
+    def step(model: nn.Module, index: int) -> Tensor:
+        model.layers.requires_grad_(not needed)
+        loss = model(batch(index)).pow(2).mean()
+        model.layers.requires_grad_(needed)
+        loss.backward()
+        model.layers.requires_grad_(True)
+        return loss.detach()
+
+    model = Stack()
+    try:
+        with apply_partial_checkpoint(model):
+            step(model, 0)
+    except torch.utils.checkpoint.CheckpointError:
+        return
+    compare(Stack, step)
+
+
+# --- other people's blocks
+
+
+def test_transformer_layers() -> None:
+    """Encoder and decoder layers of torch: masks by keyword, flags, dropout, both stacks."""
+
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Transformer(DIM, 2, 2, 2, 2 * DIM, dropout=0.1, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+            mask = nn.Transformer.generate_square_subsequent_mask(5)
+            return self.model(x, x.flip(0), tgt_mask=mask, src_key_padding_mask=padding)
+
+    def step(model: nn.Module, index: int) -> Tensor:
+        loss = model(batch(index, rows=10).reshape(2, 5, DIM)).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    ours, _ = compare(Translator, step, every_n=1)
+    assert len(ours.executions) == 4
+
+
+def test_recurrent_blocks() -> None:
+    """An LSTM per block, its state passed on as a tuple."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(DIM, DIM, 2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+            y, state = self.rnn(x[:, None], state)
+            return x + y[:, 0], state
+
+    class RecurrentStack(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x, state = self.stem(x), None
+            for layer in self.layers:
+                x, state = layer(x, state)
+            return self.head(x)
+
+    compare(lambda: RecurrentStack(Recurrent, 3))
 
 
 # --- frozen parts

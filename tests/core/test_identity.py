@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -656,6 +657,34 @@ def test_two_handles_over_the_same_blocks(first_out: int) -> None:
         pass
     else:
         handles.pop(first_out).remove()
+    for handle in handles:
+        handle.remove()
+    assert _snapshot(model) == before
+
+
+class OuterBlock(nn.Module):
+    """Holds another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MlpBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("order", [(OuterBlock, MlpBlock), (MlpBlock, OuterBlock)])
+def test_two_handles_that_would_nest(order: tuple[type, type]) -> None:
+    """Semantics: never a block inside a block; refused, or recomputed once."""
+    model = Stack(OuterBlock, 3)
+    before = _snapshot(model)
+    names = [f"layers.{i}.inner" for i in range(3)]
+    handles = [apply_partial_checkpoint(model, layers=order[0])]
+    with contextlib.suppress(ValueError):
+        handles.append(apply_partial_checkpoint(model, layers=order[1]))
+    with executions(model, names) as counts:
+        square_step(model, 0)
+    assert [counts[name] for name in names] == [2, 2, 2]
     for handle in handles:
         handle.remove()
     assert _snapshot(model) == before

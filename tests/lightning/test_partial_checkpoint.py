@@ -834,6 +834,7 @@ def _ddp_fit(case: str, checkpointed: bool, rank: int) -> tuple[dict[str, Any], 
     ours = [PartialCheckpoint(every_n=2)] if checkpointed else []
     trainer = trainer_of(
         *ours,
+        max_epochs=1,
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo", **strategy),
         **options,

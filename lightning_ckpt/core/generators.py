@@ -1,0 +1,53 @@
+"""Random streams that torch's checkpoint does not replay: Python's and NumPy's global ones, and
+generators that a block keeps as attributes."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Moved = list[tuple[Any, Any]]  # generator, its state before
+
+
+def generators_of(module: nn.Module) -> list[Any]:
+    """What `module` may draw from: the global generators and those that are attributes."""
+    found: list[Any] = [random]
+    numpy = sys.modules.get("numpy")  # a block cannot draw from what nobody imported
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        found.append(numpy.random)
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    attributes = (value for child in module.modules() for value in vars(child).values())
+    return found + [value for value in attributes if isinstance(value, kinds)]
+
+
+def get_state(generator: Any) -> Any:
+    """The state of a generator, or of one of the modules `random` and `numpy.random`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    if hasattr(generator, "get_state"):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put a generator back to a state that `get_state` gave."""
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether two states of one generator are equal."""
+    if isinstance(now, Tensor):
+        return torch.equal(now, before)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(is_same(now[key], before[key]) for key in now)
+    return bool((now == before).all()) if hasattr(now, "all") else bool(now == before)

@@ -1,0 +1,158 @@
+"""Every file of `conf/` composes and makes its object, and callbacks can be changed from outside.
+
+Rows L1 to L4 of the field reports: hydra template #629, #127, Hydra #1939, segmentation template
+#46.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from app_helpers import ROOT, TINY_NET, Compose
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from lightning_ckpt import PartialCheckpoint, PeakMemoryMonitor
+from lightning_ckpt.config import check
+
+CHOICES = sorted(
+    (path.parent.name, path.stem)
+    for path in (ROOT / "conf").glob("*/*.yaml")
+    if (path.parent.name, path.stem) != ("logger", "wandb")  # an optional package
+)
+PARTNER = {"vit": "data=digits", "digits": "model=vit"}
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_each_file_composes_and_makes_its_objects(
+    group: str, choice: str, compose_app: Compose
+) -> None:
+    partner = [PARTNER[choice]] if choice in PARTNER else []
+    config = compose_app(f"{group}={choice}", *partner)
+    check(config)
+    node = config[group]
+    nodes = node.values() if group in ("callbacks", "logger") else [node] if node else []
+    assert all(instantiate(each) is not None for each in nodes)
+
+
+def test_wandb_composes_and_is_not_needed(compose_app: Compose) -> None:
+    config = compose_app("logger=wandb")
+    check(config)
+    assert config.logger.wandb._target_ == "lightning.pytorch.loggers.WandbLogger"
+
+
+def test_default_is_partial(compose_app: Compose) -> None:
+    callback = instantiate(compose_app().checkpoint)
+    assert isinstance(callback, PartialCheckpoint)
+    assert callback.every_n == 2
+
+
+def test_full_is_every_block_and_none_is_no_callback(compose_app: Compose) -> None:
+    import train
+
+    assert instantiate(compose_app("checkpoint=full").checkpoint).every_n == 1
+    config = compose_app("checkpoint=none", "callbacks=none")
+    assert train.build_all({"checkpoint": config.checkpoint}) == []
+
+
+@pytest.mark.parametrize("override", ["callbacks=none", "~callbacks", "callbacks=[]"])
+def test_l1_all_callbacks_can_be_removed(override: str, compose_app: Compose) -> None:
+    import train
+
+    config = compose_app(override)
+    check(config)
+    assert train.build_all(config.get("callbacks")) == []
+
+
+def test_l1_null_group_in_another_apps_config_is_passed_over() -> None:
+    import train
+
+    config = OmegaConf.create({"callbacks": None, "checkpoint": None})
+    check(config)
+    assert train.build_all(config.callbacks) == []
+
+
+def test_l1_null_entry_is_passed_over(compose_app: Compose) -> None:
+    import train
+
+    config = compose_app("callbacks.peak_memory=null")
+    check(config)
+    kinds = {type(callback) for callback in train.build_all(config.callbacks)}
+    assert PeakMemoryMonitor not in kinds
+    assert len(kinds) == len(config.callbacks) - 1
+
+
+def test_l2_one_callback_can_be_added_and_changed(compose_app: Compose) -> None:
+    import train
+
+    config = compose_app(
+        "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping",
+        "+callbacks.stop.monitor=val/loss",
+        "callbacks.model_checkpoint.filename=newest",
+    )
+    check(config)
+    made = train.build_all(config.callbacks)
+    assert [c.monitor for c in made if isinstance(c, L.pytorch.callbacks.EarlyStopping)] == [
+        "val/loss"
+    ]
+    assert [c.filename for c in made if isinstance(c, L.pytorch.callbacks.ModelCheckpoint)] == [
+        "newest"
+    ]
+
+
+def test_l2_partial_checkpoint_among_the_callbacks(compose_app: Compose) -> None:
+    config = compose_app(
+        "checkpoint=none",
+        "+callbacks.partial_checkpoint.every_n=2",
+        "+callbacks.partial_checkpoint._target_=lightning_ckpt.PartialCheckpoint",
+    )
+    check(config)
+    assert instantiate(config.callbacks.partial_checkpoint).every_n == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("Block", "Block"),
+        ("blocks.*", "blocks.*"),
+        ("[Block,blocks.1]", ["Block", "blocks.1"]),
+        ("null", None),
+    ],
+)
+def test_l3_layers_from_the_command_line(word: str, expected: object, compose_app: Compose) -> None:
+    config = compose_app(f"checkpoint.layers={word}")
+    check(config)
+    callback = instantiate(config.checkpoint)
+    assert callback.layers == expected
+    assert type(callback.layers) is type(expected)  # a list, not OmegaConf's own kind
+
+
+def test_l4_one_callback_can_be_dropped(compose_app: Compose) -> None:
+    before = set(compose_app().callbacks)
+    after = set(compose_app("~callbacks.peak_memory").callbacks)
+    assert before - after == {"peak_memory"}
+
+
+def test_several_loggers(compose_app: Compose) -> None:
+    assert set(compose_app("logger=[csv,tensorboard]").logger) == {"csv", "tensorboard"}
+
+
+def test_seed_gives_the_same_weights_and_order(compose_app: Compose) -> None:
+    config = compose_app(*TINY_NET)
+    first, second = (_seeded_weight_and_batch(config) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def _seeded_weight_and_batch(config: object) -> tuple[torch.Tensor, torch.Tensor]:
+    L.seed_everything(config.seed, verbose=False)
+    data = instantiate(config.data)
+    data.setup("fit")
+    return instantiate(config.model).head.weight, next(iter(data.train_dataloader()))
+
+
+def test_default_folder_is_where_hydra_says(compose_app: Compose, run_dir: Path) -> None:
+    assert compose_app().trainer.default_root_dir == str(run_dir)

@@ -1,0 +1,87 @@
+"""Each private torch name still means what `_torch.py` takes it for."""
+
+import copyreg
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_ckpt.core import _torch
+
+
+def test_modules_that_torch_checkpoints_are_known() -> None:
+    assert _torch.checkpointed_by_torch(nn.Linear(2, 2)) is None
+    assert _torch.checkpointed_by_torch(checkpoint_wrapper(nn.Linear(2, 2))) == "checkpoint_wrapper"
+    assert "composable" in str(_torch.checkpointed_by_torch(checkpoint(nn.Linear(2, 2))))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, on import
+def test_a_compiled_module_is_an_optimized_module() -> None:
+    compiled = torch.compile(nn.Linear(2, 2))
+    assert isinstance(compiled, _torch.OptimizedModule)
+    assert isinstance(compiled._orig_mod, nn.Linear)
+
+
+def test_versions_move_with_in_place_changes() -> None:
+    tensor = torch.ones(2)
+    before = _torch.tensor_version(tensor)
+    tensor.add_(1)
+    assert _torch.tensor_version(tensor) == before + 1
+    with torch.inference_mode():
+        assert _torch.tensor_version(torch.ones(2)) == 0
+
+
+def test_a_view_knows_its_base() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    assert _torch.view_base(weight.t()) is weight
+    assert _torch.view_base(weight) is weight
+
+
+def test_tensors_without_values_are_known() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert _torch.is_fake(torch.empty(2, device="meta"))
+    with FakeTensorMode():
+        fake = torch.empty(2)
+    assert _torch.is_fake(fake)
+    assert not _torch.is_fake(torch.empty(2))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm1d, nn.SyncBatchNorm])
+def test_norms_with_statistics_share_a_base(norm: type[nn.Module]) -> None:
+    assert issubclass(norm, _torch.BATCH_STATISTICS)
+
+
+def test_a_dispatch_mode_sees_operations() -> None:
+    seen = []
+
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2) + 1
+    assert torch.ops.aten.add.Tensor in seen
+
+
+def test_weak_keys_compare_tensors_by_identity() -> None:
+    known = WeakIdKeyDictionary()
+    first, second = torch.ones(2), torch.ones(2)
+    known[first] = True
+    assert first in known
+    assert second not in known
+    del first
+    assert len(known) == 0
+
+
+def test_what_pickle_and_copy_ask_a_module_for() -> None:
+    """`swap.py` answers `__reduce_ex__` in the shape that `copyreg` gives it."""
+    make, arguments, *_ = nn.Linear(2, 2).__reduce_ex__(4)
+    assert make is copyreg.__newobj__
+    assert arguments == (nn.Linear,)
+    assert isinstance(copyreg._reconstructor, types.FunctionType)
