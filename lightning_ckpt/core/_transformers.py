@@ -215,7 +215,7 @@ def _is_of_library(cls: type) -> bool:
 
 
 def _is_cache(value: Any, name: str = "") -> bool:
-    """Whether `value`, an argument called `name`, is a cache; some models have own classes for it."""
+    """Whether `value`, an argument called `name`, is a cache; some models have their own."""
     if value is None or name in _CACHE_NAMES:
         return value is not None
     cls = type(value)

@@ -134,12 +134,13 @@ def apply_quietly(
     """`apply_partial_checkpoint` for those who print `plan.notes` themselves."""
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"module must be a torch.nn.Module, got {module!r}; pass the model that holds the blocks"
+            f"module must be a torch.nn.Module, got {module!r}; pass the model with the blocks"
         )
     check_every_n(every_n)
     config = read_offload(offload)
     blocks, notes = select_blocks(module, layers)
     _refuse_checkpointed(module, blocks)
+    _refuse_nested(blocks)
     if config is not None and nothing_to_move():
         notes += (
             "offload: there is no accelerator, every tensor is on the host already and there is "
@@ -175,6 +176,20 @@ def _obey(block: nn.Module) -> None:
         _told.pop(block, None)
     elif entries[-1].recompute:
         swap_in(block, entries[-1].offload)
+
+
+def _refuse_nested(blocks: Sequence[Block]) -> None:
+    """Refuse blocks inside, or around, the blocks of another plan: the inner would run thrice."""
+    others = [other for other, entries in _told.items() if entries[-1].recompute]
+    around = {id(part): other for other in others for part in other.modules()}
+    for block in blocks:
+        inside = next((p for p in block.module.modules() if id(p) in around), block.module)
+        other = around.get(id(inside), block.module)
+        if other is not block.module:
+            raise ValueError(
+                f"block {block.name!r} nests with a {type(other).__name__} that another plan in "
+                "force recomputes; remove that plan first"
+            )
 
 
 def _refuse_checkpointed(root: nn.Module, blocks: Sequence[Block]) -> None:

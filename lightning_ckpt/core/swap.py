@@ -113,7 +113,7 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
 
 
 def _new_class(meta: type, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> type:
-    """Make a class unheard of by a metaclass of the user's, which may register or want arguments."""
+    """Make a class without a metaclass of the user's, which may register it or want arguments."""
     if meta in (type, ABCMeta):
         return meta(name, bases, content)
     return type.__new__(meta, name, bases, content)

@@ -788,7 +788,7 @@ def test_gradient_wanted_for_the_input_only() -> None:
 
 
 def test_functional_call() -> None:
-    """Parameters handed in by `torch.func.functional_call`: right gradients or an error."""
+    """Parameters lent by `torch.func.functional_call` are lent to the recompute too."""
 
     def step(model: nn.Module) -> tuple[Tensor, ...]:
         params = {n: (p.detach() * 1.5).requires_grad_() for n, p in model.named_parameters()}
@@ -798,10 +798,7 @@ def test_functional_call() -> None:
     model = Stack(lambda: MlpBlock(dropout=0.0))
     expected = step(model)
     with apply_partial_checkpoint(model):
-        try:
-            grads = step(model)
-        except RuntimeError:
-            return
+        grads = step(model)
     assert_same(grads, expected)
 
 
@@ -824,7 +821,7 @@ def test_optimizer_step_between_forward_and_backward() -> None:
 
 @pytest.mark.parametrize("needed", [True, False], ids=["thawed", "frozen"])
 def test_requires_grad_toggled_between_forward_and_backward(needed: bool) -> None:
-    """Report F5: right gradients or an error, never silence."""
+    """Report F5: the recompute has the flags of the forward, the parameters keep theirs."""
 
     def step(model: nn.Module, index: int) -> Tensor:
         model.layers.requires_grad_(not needed)
@@ -834,13 +831,7 @@ def test_requires_grad_toggled_between_forward_and_backward(needed: bool) -> Non
         model.layers.requires_grad_(True)
         return loss.detach()
 
-    model = Stack()
-    try:
-        with apply_partial_checkpoint(model):
-            step(model, 0)
-    except torch.utils.checkpoint.CheckpointError:
-        return
-    compare(Stack, step)
+    compare(Stack, step, ratio=None)
 
 
 # --- other people's blocks
@@ -1068,12 +1059,6 @@ def test_mode_changed_between_forward_and_backward() -> None:
         model.train()
         return loss.detach()
 
-    model = Stack()
-    with apply_partial_checkpoint(model):
-        try:
-            step(model, 0)
-        except torch.utils.checkpoint.CheckpointError:
-            return  # said aloud by torch: never silence, which is what the comparison below holds
     compare(Stack, step)
 
 
