@@ -103,9 +103,9 @@ class EpochTable(Logger):
 
 @contextmanager
 def without_clutter() -> Iterator[None]:
-    """Hold back three messages of Lightning that say nothing about a run, and no others."""
+    """Hold back four messages of Lightning that tell nothing about a run, and no others."""
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    log.addFilter(_is_no_advertisement)
+    log.addFilter(_is_news)
     with warnings.catch_warnings():
         # The data lie in memory: processes that load them would only cost time.
         warnings.filterwarnings("ignore", ".*does not have many workers")
@@ -114,8 +114,10 @@ def without_clutter() -> Iterator[None]:
         try:
             yield
         finally:
-            log.removeFilter(_is_no_advertisement)
+            log.removeFilter(_is_news)
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "Tip:" not in str(record.msg)
+def _is_news(record: logging.LogRecord) -> bool:
+    message = str(record.msg)
+    # An advertisement; and that max_epochs is reached, which lands in the middle of the bar's line.
+    return "Tip:" not in message and not message.startswith("`Trainer.fit` stopped")

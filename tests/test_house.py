@@ -90,6 +90,7 @@ def test_that_check_can_fail_too() -> None:
 @pytest.mark.parametrize(
     ("file", "strangers"),
     [
+        ("core/stacks.py", ["blocks", "plan", "recompute", "apply", "swap", "offload"]),
         ("core/blocks.py", ["plan", "recompute", "apply", "swap", "offload"]),
         ("core/plan.py", ["blocks", "recompute", "apply", "swap", "offload"]),
         ("core/recompute.py", ["blocks", "plan", "apply", "swap", "offload"]),

@@ -172,7 +172,7 @@ _CACHE_NAMES = frozenset(
 
 
 def without_caches(
-    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of `block`, the key-value caches among them taken out.
 
@@ -183,7 +183,6 @@ def without_caches(
 
     Args:
         block: the block; those that are not of Transformers are left alone.
-        forward: its own forward, bound.
         args: positional arguments (GPT-2 passes its cache so).
         kwargs: keyword arguments (Llama does).
 

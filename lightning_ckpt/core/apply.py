@@ -132,10 +132,6 @@ def apply_quietly(
     module: nn.Module, every_n: int, offload: bool | str | OffloadConfig, layers: Any
 ) -> Handle:
     """`apply_partial_checkpoint` for those who print `plan.notes` themselves."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"module must be a torch.nn.Module, got {module!r}; pass the model with the blocks"
-        )
     check_every_n(every_n)
     config = read_offload(offload)
     blocks, notes = select_blocks(module, layers)

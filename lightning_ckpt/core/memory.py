@@ -3,9 +3,10 @@
 On CPU nothing keeps such a figure (resident memory does not: the allocator keeps freed pages, so a
 second step shows no new peak). So a dispatch mode looks at what each operation returns, counts each
 storage once, and a weak reference on the storage tells of its end. Views, in-place operations,
-`no_grad`, backward and the recompute of a checkpoint need nothing special, and two equal steps give
+`no_grad`, backward and the recompute of a checkpoint need nothing special, and equal steps give
 the same figure to the byte. What it does not see: memory that an operation takes and gives back
-inside its kernel, and storages that nothing named and no operation touched.
+inside its kernel; storages that nothing named and no operation touched; and the new size of a
+storage that was resized by itself (sharding strategies do so), until an operation touches it.
 
     with track_peak(model, optimizer, batch) as tracker:
         training_step()
@@ -75,8 +76,8 @@ def peak_tracker(device: torch.device | str, *modules: nn.Module) -> PeakTracker
 
     Raises:
         PeakUnavailable: the device keeps no peak (MPS, devices that torch does not know), or it
-            is a CPU and something in `modules` is compiled: under a dispatch mode compiled code
-            does not run, and what is called under it for the first time stays eager for good.
+            is a CPU and something in `modules` is compiled: under a dispatch mode such code runs
+            uncompiled, and stays so when it is called there for the first time, or runs unseen.
     """
     device = torch.device(device)
     if device.type != "cpu":
@@ -84,8 +85,8 @@ def peak_tracker(device: torch.device | str, *modules: nn.Module) -> PeakTracker
     for module in modules:
         if compiled := _find_compiled(module):
             raise PeakUnavailable(
-                f"{compiled} is compiled, and following the live tensors on a CPU would make it run"
-                " uncompiled; measure the peak without `torch.compile`"
+                f"{compiled} is compiled, and on a CPU the tensors of compiled code cannot be "
+                "followed; measure without `torch.compile`"
             )
     return LiveBytes()
 

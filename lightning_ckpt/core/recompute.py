@@ -89,7 +89,7 @@ def _traced(
         return forward(module, *args, **kwargs)
     if names := _changeable_buffers(module):
         _warn_of_buffers(type(module).__qualname__, names)
-    args, kwargs = _transformers.without_caches(module, forward, args, kwargs)
+    args, kwargs = _transformers.without_caches(module, args, kwargs)
     return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
 
@@ -133,7 +133,7 @@ def _eager(
 ) -> Any:
     if _transformers.already_checkpointing(module):
         return forward(module, *args, **kwargs)
-    args, kwargs = _transformers.without_caches(module, forward, args, kwargs)
+    args, kwargs = _transformers.without_caches(module, args, kwargs)
     tensors, build = flatten((args, kwargs))
     # Lazy modules get their parameters, and another class, in their first call: no replay of that.
     if not _needs_grad(tensors, module) or any(map(is_lazy, module.parameters())):

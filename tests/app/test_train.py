@@ -148,7 +148,7 @@ def test_command_from_another_directory(run_command: RunCommand, tmp_path: Path)
     assert "Epoch 0/0" in result.stdout  # the progress bar
     for title in ("Train loss", "Val loss", "Peak MiB", "s/step"):
         assert title in result.stdout
-    for clutter in ("Tip", "Warning", "deprecated", "num_workers"):
+    for clutter in ("Tip", "Warning", "deprecated", "num_workers", "stopped"):
         assert clutter not in result.stdout + result.stderr
 
 

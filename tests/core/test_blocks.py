@@ -542,8 +542,8 @@ def test_mlp_has_no_blocks():
         ValueError,
         match=re.escape(
             "no repeated blocks found in Sequential, looked for children of one class in "
-            "ModuleList, Sequential and ModuleDict. Classes seen: only single layers. Name the "
-            "blocks by class, layers='Block', or by place, layers='encoder.layers.*'"
+            "ModuleList, Sequential and ModuleDict. Classes seen: Linear (2), ReLU (1). Name the "
+            "blocks by class, layers='Linear', or by place, layers='encoder.layers.*'"
         ),
     ):
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))

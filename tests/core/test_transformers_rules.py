@@ -425,7 +425,7 @@ def filled(layers=1):
 def test_caches_by_keyword(name, cache):
     block = make("LlamaForCausalLM").model.layers[0]
     given = {name: cache, "use_cache": True, "mask": 1}
-    args, kwargs = without_caches(block, block.forward, (), given)
+    args, kwargs = without_caches(block, (), given)
     assert (args, kwargs) == ((), {name: None, "use_cache": False, "mask": 1})
     assert given[name] is cache
 
@@ -436,7 +436,7 @@ def test_caches_by_keyword(name, cache):
 def test_caches_by_position(cache):
     block = make("GPT2LMHeadModel").transformer.h[0]
     hidden = torch.zeros(1)
-    args, kwargs = without_caches(block, block.forward, (hidden, cache, None), {})
+    args, kwargs = without_caches(block, (hidden, cache, None), {})
     assert args[0] is hidden
     assert args[1:] == (None, None)
     assert kwargs == {}
@@ -445,43 +445,43 @@ def test_caches_by_position(cache):
 def test_without_a_cache_nothing_is_made_anew():
     block = make("LlamaForCausalLM").model.layers[0]
     kwargs = {"cache": None, "use_cache": False}
-    assert without_caches(block, block.forward, (), kwargs)[1] is kwargs
+    assert without_caches(block, (), kwargs)[1] is kwargs
 
 
 def test_other_peoples_blocks_keep_their_arguments():
     block = EncoderLayer()
     kwargs = {"cache": DynamicCache(), "use_cache": True}
-    assert without_caches(block, block.forward, (), kwargs)[1] is kwargs
+    assert without_caches(block, (), kwargs)[1] is kwargs
 
 
 def test_layers_that_may_keep_their_cache_do():
     block = make("LlamaForCausalLM").model.layers[0]
     block._can_checkpoint_with_cache = True
     cache = filled()
-    _, kwargs = without_caches(block, block.forward, (), {"cache": cache, "use_cache": True})
+    _, kwargs = without_caches(block, (), {"cache": cache, "use_cache": True})
     assert kwargs == {"cache": cache, "use_cache": False}
 
 
 def test_older_layers_keep_use_cache():
     """They return something more with it, and their model looks for that."""
     block = make("XLNetModel").layer[0]
-    assert without_caches(block, block.forward, (), {"use_cache": True})[1] == {"use_cache": True}
+    assert without_caches(block, (), {"use_cache": True})[1] == {"use_cache": True}
 
 
 def test_a_cache_with_something_in_it_is_refused():
     layers = make("LlamaForCausalLM").model.layers
     cache = filled(layers=1)
-    without_caches(layers[1], layers[1].forward, (), {"cache": cache})  # not yet its own part
+    without_caches(layers[1], (), {"cache": cache})  # not yet its own part
     with pytest.raises(
         ValueError, match="past_key_values: the cache given to a LlamaDecoderLayer is"
     ):
-        without_caches(layers[0], layers[0].forward, (), {"cache": cache})
+        without_caches(layers[0], (), {"cache": cache})
 
 
 def test_a_looped_layer_has_a_place_for_each_pass():
     block = make("LlamaForCausalLM").model.layers[0]
     kwargs = {"cache": filled(layers=1), "cycle_offset": 3}
-    _, kwargs = without_caches(block, block.forward, (), kwargs)
+    _, kwargs = without_caches(block, (), kwargs)
     assert kwargs == {"cache": None, "cycle_offset": 3}
 
 
@@ -506,7 +506,7 @@ undo()
 assert notes == ()
 assert not _transformers.already_checkpointing(block)
 args, kwargs = (1,), {"cache": 2}
-assert _transformers.without_caches(block, block.forward, args, kwargs) == (args, kwargs)
+assert _transformers.without_caches(block, args, kwargs) == (args, kwargs)
 """
 
 

@@ -245,6 +245,32 @@ def test_resume_counts_the_optimizer_states(tmp_path: Path) -> None:
     assert recorder.seen[-1] == pytest.approx(4096 + 3 * 256 + 4, abs=1)
 
 
+def test_resume_inside_an_epoch(tmp_path: Path) -> None:
+    """Lightning calls no `on_train_epoch_start` then; the states count from the first step on."""
+    save = ModelCheckpoint(tmp_path, filename="middle", every_n_train_steps=3)
+    trainer(tmp_path, save, enable_checkpointing=True, max_epochs=1).fit(Net())
+    recorder = Recorder()
+    resumed = trainer(tmp_path, PeakMemoryMonitor(), recorder, max_epochs=1, limit_val_batches=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resumed.fit(Net(extra=4096), ckpt_path=tmp_path / "middle.ckpt")
+    assert resumed.global_step == 4
+    assert recorder.seen == [pytest.approx(4096 + 3 * 256 + 4, abs=1)]
+
+
+def test_part_of_a_batch_that_no_operation_touches(tmp_path: Path) -> None:
+    class Half(Net):
+        def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
+            return {"x": batch, "unused": torch.empty(8192 * ROW)}
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch["x"], batch_idx)
+
+    first = fit(tmp_path, Half(), limit_val_batches=0)[0]
+    assert first is not None
+    assert first > 8192
+
+
 # --- who gets it
 
 
