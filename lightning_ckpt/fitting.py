@@ -1,0 +1,162 @@
+"""A plan over one fit: what the callback and the strategies share."""
+
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_ckpt._lightning import checkpoints_by_itself
+from lightning_ckpt.core.apply import Handle, apply_quietly
+from lightning_ckpt.core.blocks import check_layers, find_blocks
+from lightning_ckpt.core.offload import OffloadConfig, read_offload
+from lightning_ckpt.core.plan import Plan, check_every_n
+from lightning_ckpt.summary import print_plan
+
+T = TypeVar("T")
+
+
+class FitPlan:
+    """The user's words, checked, and the handle while they are in force.
+
+    Args:
+        every_n, offload, layers: as in `lightning_ckpt.apply_partial_checkpoint`.
+
+    Raises:
+        TypeError, ValueError: a word is impossible.
+    """
+
+    def __init__(self, every_n: int, offload: bool | str | OffloadConfig, layers: Any) -> None:
+        self.every_n = check_every_n(every_n)
+        read_offload(offload)
+        check_layers(layers)
+        self.offload = offload
+        self.layers = layers
+        self.handle: Handle | None = None
+
+    def apply(self, module: "pl.LightningModule") -> bool:
+        """Put the plan in force, or make it anew if the blocks are others by now.
+
+        Returns:
+            Whether anything changed.
+
+        Raises:
+            ValueError: no blocks were found, or they are checkpointed by other means.
+        """
+        found = [block.module for block in find_blocks(module, self.layers)]
+        if self.handle is not None and self.handle.modules == found:
+            return False
+        self.remove()
+        self.handle = apply_quietly(module, self.every_n, self.offload, self.layers)
+        return True
+
+    def apply_on_all_ranks(self, module: "pl.LightningModule") -> bool:
+        """`apply`, and make sure that every rank of the run did the same.
+
+        Raises:
+            RuntimeError: on every rank, if one could not apply or has other blocks.
+        """
+        error: Exception | None = None
+        changed = False
+        try:
+            changed = self.apply(module)
+        except (TypeError, ValueError) as caught:
+            error = caught
+        reports = _from_all_ranks(str(error) if error else self._describe())
+        if error is not None:
+            raise error
+        difference = _first_difference(reports)
+        if difference:
+            self.remove()
+            raise RuntimeError(difference)
+        return changed
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = None
+
+    @rank_zero_only
+    def tell(self, trainer: "pl.Trainer") -> None:
+        """Print the plan in force, and give it to the loggers."""
+        if self.handle is None:
+            return
+        print_plan(self.handle.plan)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"partial_checkpoint": _metadata(self.handle.plan)})
+
+    def _describe(self) -> list[tuple[str, str, str]]:
+        assert self.handle is not None
+        return [(block.name, block.class_name, block.action) for block in self.handle.plan]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "handle": None}  # a plan in force is not for another process
+
+
+def refuse_conflicts(trainer: "pl.Trainer") -> None:
+    """Refuse a trainer in which blocks would be recomputed twice.
+
+    Raises:
+        MisconfigurationException: it has several owners of a plan, or a strategy that checkpoints.
+    """
+    owners = [callback for callback in trainer.callbacks if _owns_plan(callback)]  # type: ignore[attr-defined]
+    if len(owners) > 1:
+        intervals = ", ".join(f"every_n={owner.every_n}" for owner in owners)
+        raise MisconfigurationException(
+            f"the trainer has {len(owners)} PartialCheckpoint callbacks ({intervals}); keep one"
+        )
+    strategy = type(trainer.strategy).__name__
+    if owners and _owns_plan(trainer.strategy):
+        raise MisconfigurationException(
+            f"PartialCheckpoint is in the trainer's callbacks and {strategy} does the same: drop "
+            "the callback, or use the plain strategy; the strategy acts at the better moment"
+        )
+    if checkpoints_by_itself(trainer.strategy):
+        raise MisconfigurationException(
+            f"{strategy} has activation_checkpointing_policy set, and PartialCheckpoint is there "
+            "too: blocks would be recomputed twice; drop one of the two"
+        )
+
+
+def _owns_plan(adapter: Any) -> bool:
+    return isinstance(getattr(adapter, "fit_plan", None), FitPlan)
+
+
+def _metadata(plan: Plan) -> dict[str, Any]:
+    return {
+        "every_n": plan.every_n,
+        "offload": plan.offload or "none",
+        "num_blocks": len(plan),
+        "recomputed": list(plan.recomputed),
+    }
+
+
+def _from_all_ranks(report: T) -> list[T]:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [report]
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    return reports
+
+
+def _first_difference(reports: list[Any]) -> str | None:
+    """What to say if the ranks' reports differ: a plan each, or the message of an error."""
+    for rank, report in enumerate(reports):
+        if isinstance(report, str):
+            return f"rank {rank} could not make its plan: {report}"
+    for rank, report in enumerate(reports):
+        for index in range(max(len(report), len(reports[0]))):
+            here, first = report[index : index + 1], reports[0][index : index + 1]
+            if here != first:
+                return (
+                    f"the ranks have different plans: block {index} is {_shown(first)} on rank 0 "
+                    f"and {_shown(here)} on rank {rank}; build the same model and pass the same "
+                    "layers= on every rank"
+                )
+    return None
+
+
+def _shown(block: list[tuple[str, str, str]]) -> str:
+    return " ".join(block[0]) if block else "missing"
