@@ -9,32 +9,49 @@ container that stands in two places stays one container.
 
 import copy
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, deque
+import sys
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-Build = Callable[[Sequence[Tensor]], Any]
-_SEQUENCES = (list, tuple, deque)
-_MAPPINGS = (dict, OrderedDict, defaultdict, UserDict)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
+_MAPPINGS = (dict, UserDict)
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Build]:
-    """Take the tensors out of nested containers.
+class Flat(NamedTuple):
+    """What a value is made of.
 
-    Args:
-        value: any nest of list, tuple, named tuple, deque, dict (and their subclasses) and
-            dataclass; other objects are passed on as they are.
-
-    Returns:
-        The tensors, each once, and a function that puts tensors in their places: it makes new
-        containers of the same types at every call, with the contents of this moment, so that a
-        callee which changes them changes only its own.
+    Attributes:
+        tensors: each tensor in it, once.
+        others: the objects in it that are neither tensors, nor containers, nor plain values.
+        build: puts tensors in the places of `tensors`, in new containers at every call. Those have
+            the types and contents that the containers had when they were flattened, so a callee
+            which changes them changes only its own.
     """
-    flat = _Flat()
-    place = flat.visit(value)
-    return flat.tensors, lambda tensors: place(_Rebuild(tensors))
+
+    tensors: list[Tensor]
+    others: list[Any]
+    build: Callable[[Sequence[Tensor]], Any]
+
+
+def flatten(value: Any) -> Flat:
+    """Take the tensors out of nested containers: list, tuple, deque, dict, set, NumPy array, their
+    subclasses and dataclasses. Other objects are passed on as they are."""
+    walk = _Walk()
+    place = walk.visit(value)
+    return Flat(walk.tensors, walk.others, lambda tensors: place(_Rebuild(tensors)))
+
+
+def is_open(value: Any) -> bool:
+    """Whether `flatten` would look into `value`."""
+    if isinstance(value, tuple):  # one of plain values only (a shape, say) is passed on as it is
+        return not all(type(item) in _PLAIN for item in value)
+    if isinstance(value, (list, deque, set, *_MAPPINGS)):
+        return True
+    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or _is_array(value)
 
 
 class _Rebuild:
@@ -48,18 +65,20 @@ class _Rebuild:
 _Place = Callable[[_Rebuild], Any]
 
 
-class _Flat:
-    """The tensors of one value, and where each belongs."""
-
+class _Walk:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.others: list[Any] = []
         self._tensor_index: dict[int, int] = {}
         self._places: dict[int, _Place] = {}
 
     def visit(self, value: Any) -> _Place:
-        if isinstance(value, Tensor):
+        # Tensors of inference mode cannot be saved for backward; nothing can change them either.
+        if isinstance(value, Tensor) and not value.is_inference():
             return self._tensor(value)
-        if not _is_container(value):
+        if not is_open(value):
+            if type(value) not in _PLAIN and not isinstance(value, Tensor):
+                self.others.append(value)
             return lambda rebuild: value
         key = id(value)
         if key not in self._places:
@@ -75,10 +94,14 @@ class _Flat:
         return lambda rebuild: rebuild.tensors[index]
 
     def _container(self, value: Any) -> _Place:
-        if isinstance(value, _SEQUENCES):
-            items = [self.visit(item) for item in value]
-            return _sequence_place(value, items)
-        entries = {} if not isinstance(value, _MAPPINGS) else dict(value.items())
+        if _is_array(value) or isinstance(value, set) or _is_plain_list(value):
+            kept = value.copy()
+            return lambda rebuild: kept.copy()
+        if isinstance(value, tuple):
+            return _tuple_place(value, [self.visit(item) for item in value])
+        if isinstance(value, (list, deque)):
+            return _list_place(value, [self.visit(item) for item in value])
+        entries = dict(value.items()) if isinstance(value, _MAPPINGS) else {}
         fields = _fields(value)
         item_places = {key: self.visit(item) for key, item in entries.items()}
         field_places = {name: self.visit(item) for name, item in fields.items()}
@@ -87,12 +110,13 @@ class _Flat:
         return lambda rebuild: _filled(copy.copy(empty), item_places, field_places, rebuild)
 
 
-def _is_container(value: Any) -> bool:
-    if isinstance(value, tuple):  # one of plain values only (a shape, say) is passed on as it is
-        return any(isinstance(item, Tensor) or _is_container(item) for item in value)
-    if isinstance(value, (list, deque, *_MAPPINGS)):
-        return True
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_plain_list(value: Any) -> bool:
+    return type(value) is list and all(type(item) in _PLAIN for item in value)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -111,12 +135,22 @@ def _once(key: int, place: _Place) -> _Place:
     return build
 
 
-def _sequence_place(value: Any, items: list[_Place]) -> _Place:
-    kind = type(value)
-    if isinstance(value, tuple):
-        if hasattr(value, "_fields"):
-            return lambda rebuild: kind(*(item(rebuild) for item in items))
-        return lambda rebuild: kind(item(rebuild) for item in items)
+def _tuple_place(value: tuple[Any, ...], items: list[_Place]) -> _Place:
+    kind, attributes = type(value), dict(getattr(value, "__dict__", {}))
+    if kind.__module__ == "torch.return_types":  # made in C, from one sequence
+        return lambda rebuild: kind([item(rebuild) for item in items])
+
+    def build(rebuild: _Rebuild) -> Any:
+        # Not by its own __new__, which may want other arguments (named tuples do).
+        made = tuple.__new__(kind, [item(rebuild) for item in items])
+        if attributes:
+            vars(made).update(attributes)
+        return made
+
+    return build
+
+
+def _list_place(value: Any, items: list[_Place]) -> _Place:
     empty = copy.copy(value)
     empty.clear()
 
@@ -131,7 +165,7 @@ def _sequence_place(value: Any, items: list[_Place]) -> _Place:
 def _empty(value: Any, entries: dict[Any, Any], fields: dict[str, Any]) -> None:
     """Take the contents out of our own shallow copy, so that it keeps no tensor alive.
 
-    The methods of `dict` are used as they are: subclasses such as Transformers' `ModelOutput`
+    The methods of the base are used as they are: subclasses such as Transformers' `ModelOutput`
     forbid some of them and mirror others into attributes.
     """
     if isinstance(value, OrderedDict):

@@ -1,26 +1,28 @@
 """Random streams that torch's checkpoint does not replay: Python's and NumPy's global ones, and
-generators that a block keeps as attributes."""
+generators that a block keeps as attributes or is given."""
 
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-Moved = list[tuple[Any, Any]]  # generator, its state before
+States = list[tuple[Any, Any]]  # generator, state
 
 
-def generators_of(module: nn.Module) -> list[Any]:
-    """What `module` may draw from: the global generators and those that are attributes."""
+def generators_in(objects: Iterable[Any]) -> list[Any]:
+    """The global generators, and those among `objects`."""
     found: list[Any] = [random]
     numpy = sys.modules.get("numpy")  # a block cannot draw from what nobody imported
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
         found.append(numpy.random)
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    attributes = (value for child in module.modules() for value in vars(child).values())
-    return found + [value for value in attributes if isinstance(value, kinds)]
+    # A SystemRandom has no state: the kernel draws.
+    found += [o for o in objects if isinstance(o, kinds) and not isinstance(o, random.SystemRandom)]
+    return found
 
 
 def get_state(generator: Any) -> Any:

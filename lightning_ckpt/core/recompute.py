@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt.core import _transformers
 from lightning_ckpt.core._torch import BATCH_STATISTICS
-from lightning_ckpt.core.arguments import flatten
-from lightning_ckpt.core.state import Before, Replay, replayed
+from lightning_ckpt.core.arguments import Flat, flatten
+from lightning_ckpt.core.state import Before, Replay, check_unchanged, replayed
+from lightning_ckpt.core.surroundings import Surroundings
 
 Forward = Callable[..., Any]
 
@@ -90,7 +91,11 @@ def _traced(
     if names := _changeable_buffers(module):
         _warn_of_buffers(type(module).__qualname__, names)
     args, kwargs = _transformers.without_caches(module, args, kwargs)
-    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+
+    def region(*args: Any) -> Any:  # keywords inside: `checkpoint` would take some for its own
+        return forward(module, *args, **kwargs)
+
+    return checkpoint(region, *args, use_reentrant=False)
 
 
 def _changeable_buffers(module: nn.Module) -> tuple[str, ...]:
@@ -134,18 +139,38 @@ def _eager(
     if _transformers.already_checkpointing(module):
         return forward(module, *args, **kwargs)
     args, kwargs = _transformers.without_caches(module, args, kwargs)
-    tensors, build = flatten((args, kwargs))
-    # Lazy modules get their parameters, and another class, in their first call: no replay of that.
-    if not _needs_grad(tensors, module) or any(map(is_lazy, module.parameters())):
+    flat = flatten((args, kwargs))
+    given = [other for other in flat.others if isinstance(other, nn.Module)]
+    if not _needs_grad(flat.tensors, (module, *given)) or _is_lazy(module):
         return forward(module, *args, **kwargs)
-    region = _Region(module, forward, args, kwargs, build)
+    _refuse_iterators(module, flat.others)
+    before = Before(module, flat.others)
+    region = _Region(module, forward, args, kwargs, flat, before)
     with saved_inputs():
-        return checkpoint(region, *tensors, use_reentrant=False)
+        result = checkpoint(region, *flat.tensors, use_reentrant=False)
+    for tensor in flatten(result).tensors:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(region.check)
+    return result
 
 
-def _needs_grad(tensors: Sequence[Tensor], module: nn.Module) -> bool:
+def _is_lazy(module: nn.Module) -> bool:
+    """Lazy modules get parameters, and another class, in their first call: no replay of that."""
+    return any(map(is_lazy, (*module.parameters(), *module.buffers())))
+
+
+def _refuse_iterators(module: nn.Module, others: Sequence[Any]) -> None:
+    for other in others:
+        if isinstance(other, Iterator):
+            raise TypeError(
+                f"an argument of a checkpointed {type(module).__name__} is an iterator, "
+                f"{other!r}, and would be exhausted when the block is computed again; pass a list"
+            )
+
+
+def _needs_grad(tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> bool:
     return any(tensor.requires_grad for tensor in tensors) or any(
-        parameter.requires_grad for parameter in module.parameters()
+        parameter.requires_grad for module in modules for parameter in module.parameters()
     )
 
 
@@ -161,26 +186,42 @@ class _Region:
         forward: Forward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        build: Callable[[Sequence[Tensor]], Any],
+        flat: Flat,
+        before: Before,
     ) -> None:
         self._module = module
         self._forward = forward
-        self._build = build
+        self._modules = before.modules
+        self._build = flat.build
+        self._surroundings = Surroundings()
+        # Let go by the first call, or the tensors would stay alive here, offloaded or not.
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._before: Before | None = before
         self._replay: Replay | None = None
+        self._is_checked = False
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._replay is None:
             return self._first()
+        if not self._is_checked:
+            check_unchanged(self._replay, self._module)
+        self._is_checked = False
         args, kwargs = self._build(tensors)
-        with _recomputing(), replayed(self._replay, self._module):
-            self._forward(self._module, *args, **kwargs)
+        with _recomputing(), replayed(self._replay, self._modules):
+            self._surroundings.run(self._forward, self._module, *args, **kwargs)
+
+    def check(self, grad: Tensor) -> None:
+        """Called when backward reaches the block's result: later, an optimizer that steps in
+        backward may change a parameter as soon as nothing in the block needs its old value."""
+        if not self._is_checked and self._replay is not None:
+            check_unchanged(self._replay, self._module)
+        self._is_checked = True
 
     def _first(self) -> Any:
         assert self._given is not None
-        args, kwargs = self._given
-        self._given = None  # or the tensors would stay alive here, offloaded or not
-        before = Before(self._module)
+        assert self._before is not None
+        (args, kwargs), before = self._given, self._before
+        self._given = self._before = None
         result = self._forward(self._module, *args, **kwargs)
         self._replay = before.settle()
         return result

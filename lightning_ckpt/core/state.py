@@ -5,267 +5,356 @@ statistics, spectral norm vectors, codebooks, expert loads), frozen parameters (
 attributes (counters, cached tensors) and other random streams. The recompute must see all of these
 as the forward saw them, and leave them as it found them.
 
-Note: [How a change is seen]
-Autograd's version counter is not enough: BatchNorm's kernel and everything done through `.data`
-leave it alone. So each state tensor is copied before the forward and compared with its copy
-afterwards; only a tensor that did change keeps its copy until backward. Comparing on an accelerator
-makes the host wait, so small copies are kept there without asking, and a moved version counter
-answers first. Frozen parameters can be most of a model: they are copied in the first call alone,
-and from then on only if they moved in it.
+Note: [What is kept until backward]
+Plain values and objects by reference, containers as copies; tensors with a graph (the state of a
+recurrent block) without it, or graphs that no backward frees would hang on each other for ever.
+State tensors (buffers, tensor attributes, frozen parameters) are copied before the forward and
+compared afterwards: autograd's version counter alone is not enough, since BatchNorm's kernel and
+everything done through `.data` leave it alone. Only copies of what did change are kept (on an
+accelerator small ones are kept without asking, since comparing makes the host wait). The rest is
+held by reference and may not be changed in place until backward. Frozen parameters can be most of a
+model: they are copied in the first few calls, and from then on only if they moved in one of them.
 
 Note: [State is exchanged, not overwritten]
-The recompute runs with other tensor objects in the module's dictionaries. Writing the old values
-into the real tensors would move their version counters, and other graphs that saved them would
-refuse to run backward.
+The recompute runs with other objects in the module's dictionaries. Writing the old values into the
+real tensors would move their version counters, and other graphs that saved them would refuse to run
+backward.
 """
 
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_ckpt.core._torch import is_fake, tensor_version
-from lightning_ckpt.core.generators import Moved, generators_of, get_state, is_same, set_state
+from lightning_ckpt.core.arguments import flatten, is_open
+from lightning_ckpt.core.generators import States, generators_in, get_state, is_same, set_state
 
 _SMALL_BYTES = 64 * 1024
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+_NUM_CALLS_WATCHED = 4
 _INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_ABSENT: Any = object()
 
-_Owner = dict[str, Any]  # a module's `__dict__`, `_buffers` or `_parameters`
+_Owner = dict[str, Any]  # a module's `__dict__`, `_buffers`, `_parameters` or `_modules`
 
-# Whether a frozen parameter is changed by its block's forward, learned in the first call.
-_moves: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# How often a frozen parameter was seen not to move in its block's forward; -1: it does move.
+_calm: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class _StateTensor(NamedTuple):
-    """A buffer, tensor attribute or frozen parameter as it stood before the forward."""
+class _Place(NamedTuple):
+    """A tensor as it stood in its place before the forward."""
 
     owner: _Owner
     name: str
     tensor: Tensor
     version: int
-    copy: Tensor
+    requires_grad: bool
 
 
 class Replay(NamedTuple):
     """What one forward saw of the state that can change, for the recomputes of that forward."""
 
-    values: list[tuple[_Owner, dict[str, Any]]]  # plain attributes, by name
-    created: list[tuple[_Owner, str]]  # attributes that the forward made
-    contents: list[tuple[Any, Any]]  # containers that the forward changed, and their copies
-    tensors: list[tuple[_Owner, str, Tensor]]  # changed ones
-    parameters: list[tuple[_Owner, str, Tensor, bool, int]]  # requires_grad; version after forward
-    generators: Moved
+    values: list[tuple[_Owner, dict[str, Any]]]  # attributes, by reference
+    opened: list[tuple[_Owner, list[str]]]  # attributes that `build` makes from `tensors`
+    build: Callable[[Sequence[Tensor]], Any]
+    tensors: list[tuple[Tensor, int]]  # without their graphs, and their versions
+    created: list[tuple[_Owner, str]]  # what the forward made
+    copies: list[tuple[_Place, Tensor]]  # state tensors, as they were
+    places: list[_Place]  # tensors whose copy was not kept, right after the forward
+    unknown: list[_Place]  # parameters that moved before we knew that they do
+    generators: States
+    watched: list[tuple[Any, list[tuple[int, int]]]]  # arguments that we cannot copy
 
 
 class Before:
-    """State of a block right before its forward; `settle()` right after it says what changed."""
+    """State of a block right before its forward; `settle()` right after it says what changed.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._owners = _owners(module)
-        self._names = [set(owner) for owner in self._owners]
-        self._values = [(owner, _plain_values(owner)) for owner in self._owners]
-        self._contents = [
-            (value, value.copy())
-            for _, values in self._values
-            for value in values.values()
-            if type(value) in _CONTAINERS
+    Args:
+        module: the block.
+        others: objects among the arguments: modules whose state counts too, generators, and
+            objects that are watched because they cannot be copied.
+    """
+
+    def __init__(self, module: nn.Module, others: Sequence[Any]) -> None:
+        given = [other for other in others if isinstance(other, nn.Module)]
+        self.modules = list(dict.fromkeys(m for root in (module, *given) for m in root.modules()))
+        owners = _owners(self.modules)
+        self._names = [(owner, set(owner)) for owner in (*owners, *_registries(self.modules))]
+        attributes = [(owner, _attributes(owner)) for owner in owners]
+        self._values = [
+            (owner, {k: v for k, v in values.items() if not _is_opened(v)})
+            for owner, values in attributes
         ]
-        self._parameters = _parameters(module)
-        self._versions = [tensor_version(tensor) for _, _, tensor in self._parameters]
-        self._tensors = [
-            _StateTensor(owner, name, value, tensor_version(value), value.detach().clone())
-            for owner, name, value in [
-                *_tensors(self._owners),
-                *filter(_may_move, self._parameters),
-            ]
+        opened = [
+            (owner, {k: v for k, v in values.items() if _is_opened(v)})
+            for owner, values in attributes
         ]
-        self._generators = [(g, get_state(g)) for g in generators_of(module)]
+        self._opened = [(owner, values) for owner, values in opened if values]
+        flat = flatten([list(values.values()) for _, values in self._opened])
+        self._build = flat.build
+        self._state = [(_without_graph(tensor), tensor_version(tensor)) for tensor in flat.tensors]
+        self._parameters = _parameters(self.modules)
+        self._copies = [
+            (place, place.tensor.detach().clone())
+            for place in (*_state_tensors(owners), *filter(_may_move, self._parameters))
+        ]
+        objects = [*others, *flat.others, *(v for _, vs in self._values for v in vs.values())]
+        self._generators = [(g, get_state(g)) for g in generators_in(objects)]
+        self._watched = [(other, _identities(other)) for other in others if _is_opaque(other)]
 
     def settle(self) -> Replay:
-        """Compare with the state now; what did not change is let go."""
-        changed = {id(state) for state in self._tensors if _is_changed(state)}
-        self._learn_moves(changed)
+        """Compare with the state now; what did not change is let go where it is large."""
+        changed = {id(place) for place, copy in self._copies if _is_changed(place, copy)}
+        unknown = self._learn(changed)
+        kept = [(place, copy) for place, copy in self._copies if id(place) in changed]
+        known = {id(place) for place, _ in kept} | {id(place) for place in unknown}
+        places = [*(place for place, _ in self._copies), *self._parameters]
         return Replay(
             values=self._values,
-            created=[
-                (owner, name)
-                for owner, names in zip(self._owners, self._names, strict=True)
-                for name in owner.keys() - names
-            ],
-            contents=[pair for pair in self._contents if not _same_contents(*pair)],
-            tensors=[
-                (state.owner, state.name, state.copy if id(state) in changed else state.tensor)
-                for state in self._tensors
-                if id(state) in changed or state.owner.get(state.name) is not state.tensor
-            ],
-            parameters=[
-                (owner, name, tensor, tensor.requires_grad, tensor_version(tensor))
-                for owner, name, tensor in self._parameters
-                if not _moves.get(tensor, False)
-            ],
-            generators=[
-                (g, state) for g, state in self._generators if not is_same(get_state(g), state)
-            ],
+            opened=[(owner, list(values)) for owner, values in self._opened],
+            build=self._build,
+            tensors=self._state,
+            created=[(owner, n) for owner, names in self._names for n in owner.keys() - names],
+            copies=kept,
+            places=[_as_now(place) for place in places if id(place) not in known],
+            unknown=unknown,
+            generators=[(g, s) for g, s in self._generators if not is_same(get_state(g), s)],
+            watched=self._watched,
         )
 
-    def _learn_moves(self, changed: set[int]) -> None:
-        for state in self._tensors:
-            if isinstance(state.tensor, nn.Parameter):
-                _moves[state.tensor] = id(state) in changed
-        for (_, name, tensor), version in zip(self._parameters, self._versions, strict=True):
-            if tensor_version(tensor) != version and not _moves.get(tensor, False):
-                _moves[tensor] = not tensor.requires_grad
-                warnings.warn(
-                    f"parameter {name!r} was changed in place by the forward of its checkpointed "
-                    "block, and its value before is not known: the recompute of this call sees the "
-                    "changed value; keep state in buffers (register_buffer)",
-                    stacklevel=2,
-                )
+    def _learn(self, changed: set[int]) -> list[_Place]:
+        """Note which parameters move; returns those that did without our having a copy."""
+        copied = {id(place) for place, _ in self._copies}
+        unknown = []
+        for place in self._parameters:
+            if id(place) in copied:
+                calm = _calm.get(place.tensor, 0)
+                _calm[place.tensor] = -1 if id(place) in changed or calm < 0 else calm + 1
+            elif tensor_version(place.tensor) != place.version:
+                _calm[place.tensor] = -1
+                unknown.append(place)
+                _warn_of_move(place.name)
+        return unknown
+
+
+def _warn_of_move(name: str) -> None:
+    warnings.warn(
+        f"parameter {name!r} was changed in place by the forward of its checkpointed block, and "
+        "its value before is not known: the recompute of this call sees the changed value (from "
+        "the next call on it is known); keep state in buffers, by register_buffer",
+        stacklevel=2,
+    )
 
 
 @contextmanager
-def replayed(replay: Replay, module: nn.Module) -> Iterator[None]:
+def replayed(replay: Replay, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let the state be that of the forward, and put everything back afterwards.
 
-    Raises:
-        RuntimeError: a parameter was changed in place after the forward, so that the recompute
-            would use other values (autograd raises the same for tensors that it saved itself).
+    Args:
+        replay: what the forward saw.
+        modules: the block's, and those among its arguments.
     """
-    _check_versions(replay, module)
-    now = [(owner, dict(owner)) for owner in _owners(module)]
-    contents = [(container, container.copy()) for container, _ in replay.contents]
+    now = [(owner, dict(owner)) for owner in _owners(modules)]
     generators = [(generator, get_state(generator)) for generator, _ in replay.generators]
-    flags = [(tensor, tensor.requires_grad) for _, _, tensor, _, _ in replay.parameters]
+    flags = [(place.tensor, place.tensor.requires_grad) for place in replay.places]
     exchanged: list[tuple[_Owner, str, Any]] = []
     try:
         _exchange(replay, exchanged)
         yield
     finally:
+        for owner, name, value in reversed(exchanged):
+            _put(owner, name, value)
         for owner, values in now:
             for name in owner.keys() - values.keys():
                 del owner[name]
             for name, value in values.items():
                 if owner.get(name) is not value:
                     owner[name] = value
-        for owner, name, value in reversed(exchanged):
-            owner[name] = value
         for tensor, flag in flags:
             _set_requires_grad(tensor, flag)
-        for container, content in contents:
-            _refill(container, content)
         for generator, state in generators:
             set_state(generator, state)
 
 
 def _exchange(replay: Replay, exchanged: list[tuple[_Owner, str, Any]]) -> None:
-    """Put the forward's state in place; `exchanged` gets what it pushed out of `_parameters`."""
-
     def put(owner: _Owner, name: str, value: Any) -> None:
-        exchanged.append((owner, name, owner.get(name)))
-        owner[name] = value
+        if owner.get(name, _ABSENT) is not value:
+            exchanged.append((owner, name, owner.get(name, _ABSENT)))
+            _put(owner, name, value)
 
     for owner, name in replay.created:
-        owner.pop(name, None)
+        put(owner, name, _ABSENT)
     for owner, values in replay.values:
         for name, value in values.items():
-            if owner.get(name) is not value:
-                owner[name] = value
-    for container, content in replay.contents:
-        _refill(container, content)
+            put(owner, name, value)
+    opened = replay.build([tensor for tensor, _ in replay.tensors])
+    for (owner, names), rebuilt in zip(replay.opened, opened, strict=True):
+        for name, value in zip(names, rebuilt, strict=True):
+            put(owner, name, value)
     made: dict[int, Tensor] = {}
-    for owner, name, tensor in replay.tensors:
+    for place, tensor in (*replay.copies, *((place, place.tensor) for place in replay.unknown)):
         # Cloned at each recompute, since it will be changed again; one object stays one object.
-        put(owner, name, made.setdefault(id(tensor), tensor.clone()))
-    for owner, name, tensor, requires_grad, _ in replay.parameters:
-        _set_requires_grad(tensor, requires_grad)
-        if owner.get(name) is not tensor:  # `torch.func.functional_call` had lent it
-            put(owner, name, tensor)
+        if id(place.tensor) not in made:
+            clone = tensor.detach().clone().requires_grad_(place.requires_grad)
+            made[id(place.tensor)] = clone
+        put(place.owner, place.name, made[id(place.tensor)])
+    for place in replay.places:
+        _set_requires_grad(place.tensor, place.requires_grad)
+        # Lent by `torch.func.functional_call`, or re-bound. What FSDP2 has exchanged for a
+        # gathered tensor must stay: that is no DTensor, while what stood there was.
+        if not isinstance(place.tensor, DTensor):
+            put(place.owner, place.name, place.tensor)
     for generator, state in replay.generators:
         set_state(generator, state)
 
 
-def _check_versions(replay: Replay, module: nn.Module) -> None:
-    for _, name, parameter, _, version in replay.parameters:
-        if tensor_version(parameter) != version:
-            full_name = next((n for n, p in module.named_parameters() if p is parameter), name)
+def check_unchanged(replay: Replay, module: nn.Module) -> None:
+    """Make sure that a recompute of `module` would use the values of the forward.
+
+    Raises:
+        RuntimeError: something was changed in place after the forward (autograd raises the same
+            for tensors that it saved itself).
+    """
+    held = [(place.name, place.tensor, place.version) for place in replay.places]
+    held += [("a tensor attribute", tensor, version) for tensor, version in replay.tensors]
+    for name, tensor, version in held:
+        if tensor_version(tensor) != version:
             raise RuntimeError(
-                f"parameter {full_name!r} of a checkpointed {type(module).__name__} was modified "
-                "by an inplace operation between forward and backward, so the block cannot be "
-                "computed again with the values that the forward used; change it after backward "
-                "(an optimizer step belongs there), or keep this block's activations by `layers=`"
+                f"{name!r} of a checkpointed {type(module).__name__} was modified by an inplace "
+                "operation between forward and backward, so the block cannot be computed again "
+                "with the values that the forward used; change it after backward (an optimizer "
+                "step belongs there), or keep this block's activations by `layers=`"
+            )
+    for other, before in replay.watched:
+        if _identities(other) != before:
+            raise RuntimeError(
+                f"an argument of a checkpointed {type(module).__name__}, an object of class "
+                f"{type(other).__name__}, has other tensors in it than in the forward, so the "
+                "block cannot be computed again; pass a new object to each block, or tensors"
             )
 
 
-def _owners(module: nn.Module) -> list[_Owner]:
-    return [owner for child in module.modules() for owner in (vars(child), child._buffers)]
+def _owners(modules: Iterable[nn.Module]) -> list[_Owner]:
+    return [owner for child in modules for owner in (vars(child), child._buffers)]
 
 
-def _plain_values(owner: _Owner) -> dict[str, Any]:
-    """Attributes whose old value can be kept: holding tensors with a graph would leak memory."""
+def _registries(modules: Iterable[nn.Module]) -> list[_Owner]:
+    return [owner for child in modules for owner in (child._parameters, child._modules)]
+
+
+def _attributes(owner: _Owner) -> dict[str, Any]:
+    """Everything but module internals, state tensors and objects that hold on to a graph."""
     return {
         name: value
         for name, value in owner.items()
-        if name not in _INTERNALS and (type(value) in _PLAIN or type(value) in _CONTAINERS)
+        if name not in _INTERNALS and not _is_state(value) and not _holds_graph(value)
     }
 
 
-def _tensors(owners: list[_Owner]) -> Iterator[tuple[_Owner, str, Tensor]]:
+def _holds_graph(value: Any) -> bool:
+    return _is_opaque(value) and any(tensor.requires_grad for tensor in _tensors_inside(value))
+
+
+def _is_opened(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True  # with a graph
+    # Configuration objects are often dataclasses: large, and not changed.
+    return is_open(value) and not hasattr(value, "__dataclass_fields__")
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """The same values as a leaf: the recompute needs values and flags, gradients flow elsewhere."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad
+
+
+def _state_tensors(owners: list[_Owner]) -> Iterator[_Place]:
     for owner in owners:
         for name, value in owner.items():
-            if isinstance(value, Tensor) and not value.requires_grad and not is_fake(value):
-                yield owner, name, value
+            if _is_state(value) and not is_fake(value):
+                yield _place(owner, name, value)
 
 
-def _parameters(module: nn.Module) -> list[tuple[_Owner, str, Tensor]]:
-    """Parameters of plain kinds. A sharded one (DTensor) stands in its place only while FSDP2 has
-    not gathered it: exchanging that would undo the gathering."""
+def _parameters(modules: Iterable[nn.Module]) -> list[_Place]:
     return [
-        (child._parameters, name, parameter)
-        for child in module.modules()
+        _place(child._parameters, name, parameter)
+        for child in modules
         for name, parameter in child._parameters.items()
-        if parameter is not None
-        and type(parameter) in (nn.Parameter, Tensor)
-        and not is_fake(parameter)
+        if parameter is not None and not is_fake(parameter)
     ]
 
 
-def _may_move(parameter: tuple[_Owner, str, Tensor]) -> bool:
-    tensor = parameter[2]
-    return not tensor.requires_grad and tensor.is_leaf and _moves.get(tensor, True)
+def _place(owner: _Owner, name: str, tensor: Tensor) -> _Place:
+    return _Place(owner, name, tensor, tensor_version(tensor), tensor.requires_grad)
 
 
-def _is_changed(state: _StateTensor) -> bool:
-    """Note: [How a change is seen]."""
-    tensor, copy = state.tensor, state.copy
-    if tensor_version(tensor) != state.version or tensor.shape != copy.shape:
+def _as_now(place: _Place) -> _Place:
+    return place._replace(version=tensor_version(place.tensor))
+
+
+def _may_move(place: _Place) -> bool:
+    tensor, calm = place.tensor, _calm.get(place.tensor, 0)
+    if calm < 0:
         return True
+    plain = type(tensor) in (nn.Parameter, Tensor)  # others may not copy as expected
+    return plain and not tensor.requires_grad and tensor.is_leaf and calm < _NUM_CALLS_WATCHED
+
+
+def _is_changed(place: _Place, copy: Tensor) -> bool:
+    """Note: [What is kept until backward]."""
+    tensor = place.tensor
+    if tensor_version(tensor) != place.version:
+        return True
+    if not _is_comparable(tensor):
+        return False
     if tensor.device.type != "cpu" and copy.nbytes <= _SMALL_BYTES:
-        return not isinstance(tensor, nn.Parameter) or not torch.equal(tensor, copy)
-    return not torch.equal(tensor, copy)
+        return isinstance(tensor, nn.Parameter) and not torch.equal(tensor, copy)
+    return tensor.shape != copy.shape or not torch.equal(tensor, copy)
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Sparse, nested and MKL-DNN tensors have only their version counter to go by."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _is_opaque(value: Any) -> bool:
+    """An object with contents that we cannot copy for the recompute."""
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, nn.Module)
+
+
+def _identities(value: Any) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor_version(tensor)) for tensor in _tensors_inside(value)]
+
+
+def _tensors_inside(value: Any, depth: int = 3) -> list[Tensor]:
+    """The tensors in an object's attributes, some levels deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner: Iterable[Any] = ()
+    if depth and isinstance(value, dict):
+        inner = value.values()
+    elif depth and isinstance(value, (list, tuple)):
+        inner = value
+    elif depth and _is_opaque(value):
+        inner = vars(value).values()
+    return [found for item in list(inner) for found in _tensors_inside(item, depth - 1)]
+
+
+def _put(owner: _Owner, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        owner.pop(name, None)
+    else:
+        owner[name] = value
 
 
 def _set_requires_grad(tensor: Tensor, flag: bool) -> None:
     if tensor.requires_grad != flag and tensor.is_leaf:
         tensor.requires_grad_(flag)
-
-
-def _same_contents(container: Any, copy: Any) -> bool:
-    if isinstance(container, set):
-        return bool(container == copy)
-    if len(container) != len(copy):
-        return False
-    if isinstance(container, dict):
-        return all(key in copy and copy[key] is value for key, value in container.items())
-    return all(a is b for a, b in zip(container, copy, strict=True))
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    container.extend(content) if isinstance(container, (list, deque)) else container.update(content)

@@ -7,6 +7,8 @@ are of the plain class.
 """
 
 import copyreg
+import functools
+import inspect
 import types
 from abc import ABCMeta
 from collections.abc import Callable
@@ -83,10 +85,13 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
             follows a plain function better, so it is that otherwise.)
     """
     offload_context = saved_inputs(offload)
+    is_function = isinstance(inspect.getattr_static(base, "forward"), types.FunctionType)
 
     def plain_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if own_forward and "forward" in vars(self):
             return vars(self)["forward"](*args, **kwargs)
+        if not is_function:  # a staticmethod, a property, an object: Python knows how to get it
+            return super(swapped, self).forward(*args, **kwargs)  # type: ignore[arg-type]
         return base.forward(self, *args, **kwargs)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +99,8 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
             return plain_forward(self, *args, **kwargs)
         return checkpointed_forward(self, plain_forward, args, kwargs, offload_context)
 
-    for name in ("__doc__", "__annotations__", "__module__", "__qualname__"):
-        setattr(forward, name, getattr(base.forward, name, None))
-    forward.__wrapped__ = base.forward  # type: ignore[attr-defined]  # for its signature
+    if is_function:
+        functools.update_wrapper(forward, base.forward)  # its signature, for those who ask
 
     content: dict[str, Any] = {
         "__doc__": base.__doc__,
@@ -109,7 +113,8 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(base, name):
             content[name] = _copy_plainly(getattr(base, name))
-    return _new_class(type(base), base.__name__, (_Checkpointed, base), content)
+    swapped = _new_class(type(base), base.__name__, (_Checkpointed, base), content)
+    return swapped
 
 
 def _new_class(meta: type, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> type:
