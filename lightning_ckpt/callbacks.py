@@ -46,7 +46,6 @@ class PartialCheckpoint(Callback):
         self, every_n: int = 1, offload: bool | str | OffloadConfig = False, layers: Any = None
     ) -> None:
         self.fit_plan = FitPlan(every_n, offload, layers)
-        self._is_settled = False
 
     @property
     def every_n(self) -> int:
@@ -63,7 +62,6 @@ class PartialCheckpoint(Callback):
         if stage != "fit":
             return
         refuse_conflicts(trainer)
-        self._is_settled = False
         self.fit_plan.remove()
         with suppress(ValueError):  # not built yet, perhaps: on_fit_start lets the error through
             self.fit_plan.apply(pl_module)
@@ -77,10 +75,9 @@ class PartialCheckpoint(Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_settled:  # the module's own on_train_start runs after on_fit_start
-            self._is_settled = True
-            if self.fit_plan.apply(pl_module):
-                self.fit_plan.tell(trainer)
+        # The module's own hooks run after ours, and may build or exchange blocks at each epoch.
+        if batch_idx == 0 and self.fit_plan.apply(pl_module):
+            self.fit_plan.tell(trainer)
 
     @override
     def on_save_checkpoint(

@@ -66,7 +66,8 @@ def checkpointed_forward(
     Returns:
         What `forward` returns.
     """
-    if not torch.is_grad_enabled():
+    # Not while TorchScript traces for a picture of the graph: our copies would be in it.
+    if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return forward(module, *args, **kwargs)
     return _eager(module, forward, args, kwargs, saved_inputs)
 
@@ -196,18 +197,20 @@ class _Region:
         self._surroundings = Surroundings()
         # Let go by the first call, or the tensors would stay alive here, offloaded or not.
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._before: Before | None = before
+        self._before: Before | None = before  # until the forward has ended
         self._replay: Replay | None = None
         self._is_checked = False
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if self._replay is None:
+        if self._given is not None:
             return self._first()
+        # A block may run backward inside its forward (the gradient of an energy): not settled yet.
+        replay = self._replay or self._before.settle()  # type: ignore[union-attr]
         if not self._is_checked:
-            check_unchanged(self._replay, self._module)
+            check_unchanged(replay, self._module)
         self._is_checked = False
         args, kwargs = self._build(tensors)
-        with _recomputing(), replayed(self._replay, self._modules):
+        with _recomputing(), replayed(replay, self._modules):
             self._surroundings.run(self._forward, self._module, *args, **kwargs)
 
     def check(self, grad: Tensor) -> None:
@@ -220,10 +223,10 @@ class _Region:
     def _first(self) -> Any:
         assert self._given is not None
         assert self._before is not None
-        (args, kwargs), before = self._given, self._before
-        self._given = self._before = None
+        args, kwargs = self._given
+        self._given = None
         result = self._forward(self._module, *args, **kwargs)
-        self._replay = before.settle()
+        self._replay, self._before = self._before.settle(), None
         return result
 
 

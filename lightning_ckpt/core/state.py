@@ -10,10 +10,11 @@ Plain values and objects by reference, containers as copies; tensors with a grap
 recurrent block) without it, or graphs that no backward frees would hang on each other for ever.
 State tensors (buffers, tensor attributes, frozen parameters) are copied before the forward and
 compared afterwards: autograd's version counter alone is not enough, since BatchNorm's kernel and
-everything done through `.data` leave it alone. Only copies of what did change are kept (on an
-accelerator small ones are kept without asking, since comparing makes the host wait). The rest is
-held by reference and may not be changed in place until backward. Frozen parameters can be most of a
-model: they are copied in the first few calls, and from then on only if they moved in one of them.
+everything done through `.data` leave it alone. Small copies are kept whatever they show, so that
+others may change the tensor before backward (and since comparing on an accelerator makes the host
+wait). Large tensors can be most of a model: they are copied in the first few calls, and from then
+on only if they moved in one of them; the others are held by reference, and may not be changed in
+place before backward.
 
 Note: [State is exchanged, not overwritten]
 The recompute runs with other objects in the module's dictionaries. Writing the old values into the
@@ -42,7 +43,7 @@ _ABSENT: Any = object()
 
 _Owner = dict[str, Any]  # a module's `__dict__`, `_buffers`, `_parameters` or `_modules`
 
-# How often a frozen parameter was seen not to move in its block's forward; -1: it does move.
+# How often a large tensor was seen not to move in its block's forward; -1: it does move.
 _calm: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -62,11 +63,11 @@ class Replay(NamedTuple):
     values: list[tuple[_Owner, dict[str, Any]]]  # attributes, by reference
     opened: list[tuple[_Owner, list[str]]]  # attributes that `build` makes from `tensors`
     build: Callable[[Sequence[Tensor]], Any]
-    tensors: list[tuple[Tensor, int]]  # without their graphs, and their versions
+    tensors: list[tuple[Tensor, int | None]]  # without graphs; version, None for a copy
     created: list[tuple[_Owner, str]]  # what the forward made
     copies: list[tuple[_Place, Tensor]]  # state tensors, as they were
     places: list[_Place]  # tensors whose copy was not kept, right after the forward
-    unknown: list[_Place]  # parameters that moved before we knew that they do
+    unknown: list[_Place]  # large ones that moved before we knew that they do
     generators: States
     watched: list[tuple[Any, list[tuple[int, int]]]]  # arguments that we cannot copy
 
@@ -82,7 +83,7 @@ class Before:
 
     def __init__(self, module: nn.Module, others: Sequence[Any]) -> None:
         given = [other for other in others if isinstance(other, nn.Module)]
-        self.modules = list(dict.fromkeys(m for root in (module, *given) for m in root.modules()))
+        self.modules = _python_modules((module, *given))
         owners = _owners(self.modules)
         self._names = [(owner, set(owner)) for owner in (*owners, *_registries(self.modules))]
         attributes = [(owner, _attributes(owner)) for owner in owners]
@@ -97,11 +98,13 @@ class Before:
         self._opened = [(owner, values) for owner, values in opened if values]
         flat = flatten([list(values.values()) for _, values in self._opened])
         self._build = flat.build
-        self._state = [(_without_graph(tensor), tensor_version(tensor)) for tensor in flat.tensors]
+        self._state = [_kept(tensor) for tensor in flat.tensors]
+        self._held = list(_state_tensors(owners))
         self._parameters = _parameters(self.modules)
         self._copies = [
             (place, place.tensor.detach().clone())
-            for place in (*_state_tensors(owners), *filter(_may_move, self._parameters))
+            for place in (*self._held, *self._parameters)
+            if _may_move(place)
         ]
         objects = [*others, *flat.others, *(v for _, vs in self._values for v in vs.values())]
         self._generators = [(g, get_state(g)) for g in generators_in(objects)]
@@ -111,9 +114,9 @@ class Before:
         """Compare with the state now; what did not change is let go where it is large."""
         changed = {id(place) for place, copy in self._copies if _is_changed(place, copy)}
         unknown = self._learn(changed)
-        kept = [(place, copy) for place, copy in self._copies if id(place) in changed]
+        kept = [(p, copy) for p, copy in self._copies if id(p) in changed or _is_small(p.tensor)]
         known = {id(place) for place, _ in kept} | {id(place) for place in unknown}
-        places = [*(place for place, _ in self._copies), *self._parameters]
+        places = [*self._held, *self._parameters]
         return Replay(
             values=self._values,
             opened=[(owner, list(values)) for owner, values in self._opened],
@@ -128,11 +131,13 @@ class Before:
         )
 
     def _learn(self, changed: set[int]) -> list[_Place]:
-        """Note which parameters move; returns those that did without our having a copy."""
+        """Note which tensors move; returns those that did without our having a copy."""
         copied = {id(place) for place, _ in self._copies}
         unknown = []
-        for place in self._parameters:
+        for place in (*self._held, *self._parameters):
             if id(place) in copied:
+                if _is_small(place.tensor) and not isinstance(place.tensor, nn.Parameter):
+                    continue
                 calm = _calm.get(place.tensor, 0)
                 _calm[place.tensor] = -1 if id(place) in changed or calm < 0 else calm + 1
             elif tensor_version(place.tensor) != place.version:
@@ -144,9 +149,9 @@ class Before:
 
 def _warn_of_move(name: str) -> None:
     warnings.warn(
-        f"parameter {name!r} was changed in place by the forward of its checkpointed block, and "
-        "its value before is not known: the recompute of this call sees the changed value (from "
-        "the next call on it is known); keep state in buffers, by register_buffer",
+        f"{name!r} was changed in place by the forward of its checkpointed block, and its value "
+        "before is not known: the recompute of this call sees the changed value (from the next "
+        "call on it is known); keep state that moves in small buffers",
         stacklevel=2,
     )
 
@@ -192,7 +197,7 @@ def _exchange(replay: Replay, exchanged: list[tuple[_Owner, str, Any]]) -> None:
     for owner, values in replay.values:
         for name, value in values.items():
             put(owner, name, value)
-    opened = replay.build([tensor for tensor, _ in replay.tensors])
+    opened = replay.build([t.clone() if v is None else t for t, v in replay.tensors])
     for (owner, names), rebuilt in zip(replay.opened, opened, strict=True):
         for name, value in zip(names, rebuilt, strict=True):
             put(owner, name, value)
@@ -221,7 +226,7 @@ def check_unchanged(replay: Replay, module: nn.Module) -> None:
             for tensors that it saved itself).
     """
     held = [(place.name, place.tensor, place.version) for place in replay.places]
-    held += [("a tensor attribute", tensor, version) for tensor, version in replay.tensors]
+    held += [("an attribute", t, version) for t, version in replay.tensors if version is not None]
     for name, tensor, version in held:
         if tensor_version(tensor) != version:
             raise RuntimeError(
@@ -243,6 +248,12 @@ def _owners(modules: Iterable[nn.Module]) -> list[_Owner]:
     return [owner for child in modules for owner in (vars(child), child._buffers)]
 
 
+def _python_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """All modules in `roots` whose state lies in Python; that of TorchScript does not."""
+    found = dict.fromkeys(module for root in roots for module in root.modules())
+    return [module for module in found if not isinstance(module, torch.jit.ScriptModule)]
+
+
 def _registries(modules: Iterable[nn.Module]) -> list[_Owner]:
     return [owner for child in modules for owner in (child._parameters, child._modules)]
 
@@ -257,7 +268,9 @@ def _attributes(owner: _Owner) -> dict[str, Any]:
 
 
 def _holds_graph(value: Any) -> bool:
-    return _is_opaque(value) and any(tensor.requires_grad for tensor in _tensors_inside(value))
+    if isinstance(value, Tensor) or not _is_opaque(value):
+        return False
+    return any(tensor.requires_grad for tensor in _tensors_inside(value))
 
 
 def _is_opened(value: Any) -> bool:
@@ -267,9 +280,13 @@ def _is_opened(value: Any) -> bool:
     return is_open(value) and not hasattr(value, "__dataclass_fields__")
 
 
-def _without_graph(tensor: Tensor) -> Tensor:
-    """The same values as a leaf: the recompute needs values and flags, gradients flow elsewhere."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _kept(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """The same values as a leaf: the recompute needs values and flags, gradients flow elsewhere.
+    What others may change in place is copied where it is small."""
+    leaf = tensor.detach()
+    if _is_small(tensor) and not tensor.requires_grad:
+        return leaf.clone(), None
+    return leaf.requires_grad_(tensor.requires_grad), tensor_version(tensor)
 
 
 def _is_state(value: Any) -> bool:
@@ -301,8 +318,11 @@ def _as_now(place: _Place) -> _Place:
 
 
 def _may_move(place: _Place) -> bool:
+    """Whether `place` has to be copied: it is small state, or large and not known to stay."""
     tensor, calm = place.tensor, _calm.get(place.tensor, 0)
     if calm < 0:
+        return True
+    if not isinstance(tensor, nn.Parameter) and _is_small(tensor):
         return True
     plain = type(tensor) in (nn.Parameter, Tensor)  # others may not copy as expected
     return plain and not tensor.requires_grad and tensor.is_leaf and calm < _NUM_CALLS_WATCHED
@@ -315,9 +335,13 @@ def _is_changed(place: _Place, copy: Tensor) -> bool:
         return True
     if not _is_comparable(tensor):
         return False
-    if tensor.device.type != "cpu" and copy.nbytes <= _SMALL_BYTES:
-        return isinstance(tensor, nn.Parameter) and not torch.equal(tensor, copy)
+    if _is_small(tensor) and not isinstance(tensor, nn.Parameter):
+        return False  # kept in any case
     return tensor.shape != copy.shape or not torch.equal(tensor, copy)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL_BYTES
 
 
 def _is_comparable(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ class Surroundings:
         self._dtype = torch.get_default_dtype()
         self._kernels = [is_enabled() for is_enabled, _ in _ATTENTION]
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` in these surroundings, and restore those of now."""
         now = Surroundings()
         self._set()

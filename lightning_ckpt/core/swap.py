@@ -87,14 +87,14 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
     offload_context = saved_inputs(offload)
     is_function = isinstance(inspect.getattr_static(base, "forward"), types.FunctionType)
 
-    def plain_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def plain_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if own_forward and "forward" in vars(self):
             return vars(self)["forward"](*args, **kwargs)
         if not is_function:  # a staticmethod, a property, an object: Python knows how to get it
             return super(swapped, self).forward(*args, **kwargs)  # type: ignore[arg-type]
         return base.forward(self, *args, **kwargs)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, _Checkpointed):  # somebody kept this method beyond the swap
             return plain_forward(self, *args, **kwargs)
         return checkpointed_forward(self, plain_forward, args, kwargs, offload_context)
