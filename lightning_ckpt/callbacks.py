@@ -53,6 +53,16 @@ class PartialCheckpoint(Callback):
         return self.fit_plan.every_n
 
     @property
+    def offload(self) -> bool | str | OffloadConfig:
+        """Where the inputs of checkpointed blocks wait, in the user's words."""
+        return self.fit_plan.offload
+
+    @property
+    def layers(self) -> Any:
+        """Which modules are the blocks, in the user's words."""
+        return self.fit_plan.layers
+
+    @property
     def handle(self) -> Handle | None:
         """The plan in force, None outside of fit."""
         return self.fit_plan.handle

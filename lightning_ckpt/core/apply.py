@@ -188,6 +188,17 @@ def _refuse_nested(blocks: Sequence[Block]) -> None:
             )
 
 
+def _refuse_torchscript(block: Block) -> None:
+    """Refuse what Python cannot exchange the forward of, or replay the state of."""
+    scripted = [m for m in block.module.modules() if isinstance(m, torch.jit.ScriptModule)]
+    if block.module in scripted or any(next(m.buffers(), None) is not None for m in scripted):
+        raise ValueError(
+            f"block {block.name!r} is a TorchScript module, or has one with buffers in it, whose "
+            "state cannot be replayed; apply before torch.jit.script, or name other blocks by "
+            "`layers=`"
+        )
+
+
 def _refuse_checkpointed(root: nn.Module, blocks: Sequence[Block]) -> None:
     """Refuse blocks that are, or stand inside, a module which torch checkpoints: they would be
     computed three times."""
@@ -195,11 +206,7 @@ def _refuse_checkpointed(root: nn.Module, blocks: Sequence[Block]) -> None:
         name: api for name, module in root.named_modules() if (api := checkpointed_by_torch(module))
     }
     for block in blocks:
-        if isinstance(block.module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"block {block.name!r} is a TorchScript module, whose forward cannot be exchanged; "
-                "apply before torch.jit.script, or name other blocks by `layers=`"
-            )
+        _refuse_torchscript(block)
         for name, api in outer.items():
             if name == "" or block.name == name or block.name.startswith(f"{name}."):
                 raise ValueError(

@@ -47,6 +47,8 @@ def flatten(value: Any) -> Flat:
 
 def is_open(value: Any) -> bool:
     """Whether `flatten` would look into `value`."""
+    if type(value) in _PLAIN:
+        return False
     if isinstance(value, tuple):  # one of plain values only (a shape, say) is passed on as it is
         return not all(type(item) in _PLAIN for item in value)
     if isinstance(value, (list, deque, set, *_MAPPINGS)):

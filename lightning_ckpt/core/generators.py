@@ -1,6 +1,7 @@
 """Random streams that torch's checkpoint does not replay: Python's and NumPy's global ones, and
 generators that a block keeps as attributes or is given."""
 
+import functools
 import random
 import sys
 from collections.abc import Iterable
@@ -16,13 +17,19 @@ def generators_in(objects: Iterable[Any]) -> list[Any]:
     """The global generators, and those among `objects`."""
     found: list[Any] = [random]
     numpy = sys.modules.get("numpy")  # a block cannot draw from what nobody imported
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
         found.append(numpy.random)
+    return found + [o for o in objects if _is_generator(type(o))]  # type: ignore[arg-type]
+
+
+@functools.cache  # asked for every attribute at every call, and `torch.Generator` is slow to ask
+def _is_generator(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     # A SystemRandom has no state: the kernel draws.
-    found += [o for o in objects if isinstance(o, kinds) and not isinstance(o, random.SystemRandom)]
-    return found
+    return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
 
 
 def get_state(generator: Any) -> Any:

@@ -86,16 +86,9 @@ class Before:
         self.modules = _python_modules((module, *given))
         owners = _owners(self.modules)
         self._names = [(owner, set(owner)) for owner in (*owners, *_registries(self.modules))]
-        attributes = [(owner, _attributes(owner)) for owner in owners]
-        self._values = [
-            (owner, {k: v for k, v in values.items() if not _is_opened(v)})
-            for owner, values in attributes
-        ]
-        opened = [
-            (owner, {k: v for k, v in values.items() if _is_opened(v)})
-            for owner, values in attributes
-        ]
-        self._opened = [(owner, values) for owner, values in opened if values]
+        attributes = [(owner, *_attributes(owner)) for owner in owners]
+        self._values = [(owner, values) for owner, values, _ in attributes]
+        self._opened = [(owner, opened) for owner, _, opened in attributes if opened]
         flat = flatten([list(values.values()) for _, values in self._opened])
         self._build = flat.build
         self._state = [_kept(tensor) for tensor in flat.tensors]
@@ -258,13 +251,19 @@ def _registries(modules: Iterable[nn.Module]) -> list[_Owner]:
     return [owner for child in modules for owner in (child._parameters, child._modules)]
 
 
-def _attributes(owner: _Owner) -> dict[str, Any]:
-    """Everything but module internals, state tensors and objects that hold on to a graph."""
-    return {
-        name: value
-        for name, value in owner.items()
-        if name not in _INTERNALS and not _is_state(value) and not _holds_graph(value)
-    }
+def _attributes(owner: _Owner) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Attributes to keep by reference, and those to look into; without module internals, state
+    tensors, and objects that hold on to a graph."""
+    values: dict[str, Any] = {}
+    opened: dict[str, Any] = {}
+    for name, value in owner.items():
+        if name in _INTERNALS or _is_state(value):
+            continue
+        if _is_opened(value):
+            opened[name] = value
+        elif not _holds_graph(value):
+            values[name] = value
+    return values, opened
 
 
 def _holds_graph(value: Any) -> bool:

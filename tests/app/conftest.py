@@ -18,8 +18,9 @@ from omegaconf import DictConfig
 
 @pytest.fixture(autouse=True)
 def _examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when `python examples/train.py` is run: the examples' folder comes first."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    """As when `python examples/train.py` is run: the examples' folder comes first. The root comes
+    last, for Hydra to find `conf` from an imported `train`, and not to hide an installed package."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path, str(ROOT)])
 
 
 @pytest.fixture
@@ -54,11 +55,10 @@ def run_command(tmp_path: Path) -> RunCommand:
     directory.mkdir()
 
     def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         return subprocess.run(
             [sys.executable, str(ROOT / "examples" / "train.py"), *arguments],
             cwd=directory,
-            env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
             capture_output=True,
             text=True,
             timeout=120,
