@@ -3,6 +3,8 @@
 Public torch has no way to do these things. Each name has a test that fails when it moves.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -17,6 +19,8 @@ __all__ = [
     "OptimizedModule",
     "TorchDispatchMode",
     "checkpointed_by_torch",
+    "coo_parts",
+    "is_compiled",
     "is_fake",
     "tensor_version",
     "view_base",
@@ -52,3 +56,17 @@ def view_base(tensor: Tensor) -> Tensor:
 def is_fake(tensor: Tensor) -> bool:
     """Whether `tensor` has no values (meta device, or a fake tensor of the compiler's)."""
     return tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor)
+
+
+def coo_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a COO tensor (the public way demands that it is coalesced)."""
+    return tensor._indices(), tensor._values()
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether `value` is a function or bound method that `torch.compile` made."""
+    return (
+        callable(value)
+        and hasattr(value, "_torchdynamo_orig_callable")
+        and not getattr(value, "_torchdynamo_disable", False)
+    )

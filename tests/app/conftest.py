@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 @pytest.fixture(autouse=True)
 def _examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when `python examples/train.py` is run: the examples' folder comes first. The root comes
-    last, for Hydra to find `conf` from an imported `train`, and not to hide an installed package."""
+    last: Hydra finds `conf` from an imported `train`, and no installed package is hidden."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path, str(ROOT)])
 
 

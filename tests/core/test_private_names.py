@@ -85,3 +85,16 @@ def test_what_pickle_and_copy_ask_a_module_for() -> None:
     assert make is copyreg.__newobj__
     assert arguments == (nn.Linear,)
     assert isinstance(copyreg._reconstructor, types.FunctionType)
+
+
+def test_what_torch_compile_makes_is_known() -> None:
+    function = torch.compile(torch.sin, backend="eager")
+    assert _torch.is_compiled(function)
+    assert not _torch.is_compiled(torch.sin)
+    assert not _torch.is_compiled(torch.compiler.disable(torch.sin))
+
+
+def test_parts_of_a_coo_tensor() -> None:
+    indices, values = _torch.coo_parts(torch.eye(3).to_sparse())
+    assert indices.shape == (2, 3)
+    assert values.tolist() == [1, 1, 1]

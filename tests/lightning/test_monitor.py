@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ckpt import PeakMemoryMonitor, monitor
-from lightning_ckpt.core.memory import AllocatorPeak, PeakTracker, PeakUnavailable
+from lightning_ckpt.core.allocator import AllocatorPeak
+from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
 from lightning_ckpt.monitor import KEY
 
 KIB = 1 / 1024  # MiB
