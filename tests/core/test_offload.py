@@ -1,5 +1,6 @@
 """What offload moves, without a device: host tensors are taken for a device's."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,3 +139,15 @@ def test_words(word: Any) -> None:
 
 def test_no_offload() -> None:
     assert read_offload(False) is None
+
+
+def test_what_was_moved_is_let_go(moved: list[Tensor]) -> None:
+    """After the forward nothing keeps the hidden states on the device but the last result."""
+    model, _ = make_model()
+    alive: list[weakref.ref[Tensor]] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, args, output: alive.append(weakref.ref(output)))
+    with apply_partial_checkpoint(model, offload=True):
+        loss = model(torch.randn(4, 8))
+        assert [ref() is not None for ref in alive] == [False, False, False]
+        loss.backward()
