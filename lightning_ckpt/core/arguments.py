@@ -11,11 +11,13 @@ import copy
 import dataclasses
 import sys
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_ckpt.core._torch import tensor_version
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
 _MAPPINGS = (dict, UserDict)
@@ -54,6 +56,29 @@ def is_open(value: Any) -> bool:
     if isinstance(value, (list, deque, set, *_MAPPINGS)):
         return True
     return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or _is_array(value)
+
+
+def is_opaque(value: Any) -> bool:
+    """An object with contents that we cannot copy for the recompute."""
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, nn.Module)
+
+
+def identities(value: Any) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor_version(tensor)) for tensor in tensors_inside(value)]
+
+
+def tensors_inside(value: Any, depth: int = 3) -> list[Tensor]:
+    """The tensors in an object's attributes, some levels deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner: Iterable[Any] = ()
+    if depth and isinstance(value, dict):
+        inner = value.values()
+    elif depth and isinstance(value, (list, tuple)):
+        inner = value
+    elif depth and is_opaque(value):
+        inner = vars(value).values()
+    return [found for item in list(inner) for found in tensors_inside(item, depth - 1)]
 
 
 class _Rebuild:

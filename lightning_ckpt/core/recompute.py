@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ckpt.core import _transformers
 from lightning_ckpt.core._torch import BATCH_STATISTICS
 from lightning_ckpt.core.arguments import Flat, flatten
-from lightning_ckpt.core.state import Before, Replay, check_unchanged, replayed
+from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
+from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
 
 Forward = Callable[..., Any]
