@@ -182,15 +182,13 @@ def without_caches(
     have none, return their keys with `use_cache`, and their model expects them, so there it stays.
 
     Args:
-        block: the block; those that are not of Transformers are left alone.
+        block: the block, one of Transformers (`is_of_library`).
         args: positional arguments (GPT-2 passes its cache so).
         kwargs: keyword arguments (Llama does).
 
     Raises:
         ValueError: a cache has something in it that the block would read.
     """
-    if not _is_of_library(type(block)):
-        return args, kwargs
     named = [name for name, value in kwargs.items() if _is_cache(value, name)]
     if not named and not any(map(_is_cache, args)):
         return args, kwargs
@@ -206,7 +204,7 @@ def without_caches(
     return args, {**kwargs, **dropped}
 
 
-def _is_of_library(cls: type) -> bool:
+def is_of_library(cls: type) -> bool:
     """Whether `cls` is of the library, of custom code that it loaded, or made from such a class."""
     return any(
         c.__module__.startswith(("transformers.", "transformers_modules.")) for c in cls.__mro__

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,24 @@ def is_recomputing() -> bool:
     return getattr(_depth, "value", 0) > 0
 
 
+class Options(NamedTuple):
+    """What is known of a block before it is called.
+
+    Attributes:
+        saved_inputs: makes the context in which its arguments are saved for backward.
+        takes_caches: whether Transformers may give it key-value caches.
+    """
+
+    saved_inputs: Callable[[], AbstractContextManager[Any]]
+    takes_caches: bool
+
+
 def checkpointed_forward(
     module: nn.Module,
     forward: Forward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    saved_inputs: Callable[[], AbstractContextManager[Any]],
+    options: Options,
 ) -> Any:
     """Run `forward(module, *args, **kwargs)` and keep only what it was called with.
 
@@ -62,7 +74,7 @@ def checkpointed_forward(
         forward: the block's own forward, unbound (dynamo cannot follow the making of methods).
         args: its positional arguments.
         kwargs: its keyword arguments.
-        saved_inputs: makes the context in which the arguments are saved for backward.
+        options: what is known of the block beforehand.
 
     Returns:
         What `forward` returns.
@@ -70,7 +82,7 @@ def checkpointed_forward(
     # Not while TorchScript traces for a picture of the graph: our copies would be in it.
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return forward(module, *args, **kwargs)
-    return _eager(module, forward, args, kwargs, saved_inputs)
+    return _eager(module, forward, args, kwargs, options)
 
 
 @torch.compiler.substitute_in_graph(checkpointed_forward)
@@ -79,7 +91,7 @@ def _traced(
     forward: Forward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    saved_inputs: Callable[[], AbstractContextManager[Any]],
+    options: Options,
 ) -> Any:
     """What `torch.compile` puts into the graph: a plain call, without any Python side effect.
 
@@ -92,7 +104,8 @@ def _traced(
         return forward(module, *args, **kwargs)
     if names := _changeable_buffers(module):
         _warn_of_buffers(type(module).__qualname__, names)
-    args, kwargs = _transformers.without_caches(module, args, kwargs)
+    if options.takes_caches:
+        args, kwargs = _transformers.without_caches(module, args, kwargs)
 
     def region(*args: Any) -> Any:  # keywords inside: `checkpoint` would take some for its own
         return forward(module, *args, **kwargs)
@@ -136,11 +149,12 @@ def _eager(
     forward: Forward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    saved_inputs: Callable[[], AbstractContextManager[Any]],
+    options: Options,
 ) -> Any:
     if _transformers.already_checkpointing(module):
         return forward(module, *args, **kwargs)
-    args, kwargs = _transformers.without_caches(module, args, kwargs)
+    if options.takes_caches:
+        args, kwargs = _transformers.without_caches(module, args, kwargs)
     flat = flatten((args, kwargs))
     given = [other for other in flat.others if isinstance(other, nn.Module)]
     if not _needs_grad(flat.tensors, (module, *given)) or _is_lazy(module):
@@ -148,7 +162,7 @@ def _eager(
     _refuse_iterators(module, flat.others)
     before = Before(module, flat.others)
     region = _Region(module, forward, args, kwargs, flat, before)
-    with saved_inputs():
+    with options.saved_inputs():
         result = checkpoint(region, *flat.tensors, use_reentrant=False)
     for tensor in flatten(result).tensors:
         if tensor.grad_fn is not None:

@@ -17,8 +17,9 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
+from lightning_ckpt.core import _transformers
 from lightning_ckpt.core.offload import OffloadConfig, saved_inputs
-from lightning_ckpt.core.recompute import checkpointed_forward
+from lightning_ckpt.core.recompute import Options, checkpointed_forward
 
 
 class _Checkpointed:
@@ -84,7 +85,7 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
             that of the class: then ours is a property, which comes first, and calls it. (Dynamo
             follows a plain function better, so it is that otherwise.)
     """
-    offload_context = saved_inputs(offload)
+    options = Options(saved_inputs(offload), _transformers.is_of_library(base))
     is_function = isinstance(inspect.getattr_static(base, "forward"), types.FunctionType)
 
     def plain_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,7 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, _Checkpointed):  # somebody kept this method beyond the swap
             return plain_forward(self, *args, **kwargs)
-        return checkpointed_forward(self, plain_forward, args, kwargs, offload_context)
+        return checkpointed_forward(self, plain_forward, args, kwargs, options)
 
     if is_function:
         functools.update_wrapper(forward, base.forward)  # its signature, for those who ask

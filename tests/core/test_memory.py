@@ -262,7 +262,7 @@ def test_peak_equals_the_profilers(recompute: bool) -> None:
 
 def test_llama_figures() -> None:
     """The known figures of this shape, with the switch that transformers itself has."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.LlamaConfig(
         hidden_size=256,
         intermediate_size=691,
@@ -400,6 +400,9 @@ def test_inside_and_around_other_modes_and_a_profiler() -> None:
     assert around.get_total_flops() == inside.get_total_flops() > 0
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="torch 2.8 refuses them under any dispatch mode"
+)
 def test_higher_order_operators_run() -> None:
     with track_peak() as tracker:
         y = torch.cond(torch.tensor(True), torch.sin, torch.cos, (kib(1),))

@@ -79,7 +79,7 @@ def test_keyword_and_nested_tensors_move_and_come_back(moved: list[Tensor]) -> N
         assert all(map(torch.equal, gradients(model), plain))
     # Each of two blocks: x (4, 8), the scale in a dataclass in a list in a dict (8), and the mask,
     # which is an expanded row: 8 values and not 32.
-    assert sorted(tensor.numel() for tensor in moved) == [8, 8, 8, 8, 32, 32]
+    assert sorted(tensor.numel() for tensor in moved if tensor.numel()) == [8, 8, 8, 8, 32, 32]
     assert {block.offload for block in apply_partial_checkpoint(model, offload=True).plan} == {
         "host"
     }
