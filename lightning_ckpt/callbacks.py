@@ -46,6 +46,7 @@ class PartialCheckpoint(Callback):
         self, every_n: int = 1, offload: bool | str | OffloadConfig = False, layers: Any = None
     ) -> None:
         self.fit_plan = FitPlan(every_n, offload, layers)
+        self._settled_epoch = -1
 
     @property
     def every_n(self) -> int:
@@ -72,6 +73,7 @@ class PartialCheckpoint(Callback):
         if stage != "fit":
             return
         refuse_conflicts(trainer)
+        self._settled_epoch = -1
         self.fit_plan.remove()
         with suppress(ValueError):  # not built yet, perhaps: on_fit_start lets the error through
             self.fit_plan.apply(pl_module)
@@ -86,8 +88,11 @@ class PartialCheckpoint(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         # The module's own hooks run after ours, and may build or exchange blocks at each epoch.
-        if batch_idx == 0 and self.fit_plan.apply(pl_module):
-            self.fit_plan.tell(trainer)
+        # (A resumed epoch does not begin with batch 0.)
+        if self._settled_epoch != trainer.current_epoch:
+            self._settled_epoch = trainer.current_epoch
+            if self.fit_plan.apply(pl_module):
+                self.fit_plan.tell(trainer)
 
     @override
     def on_save_checkpoint(

@@ -922,3 +922,38 @@ def test_ddp_spawn() -> None:
     )
     assert_plain(model)
     assert not torch.equal(model.state_dict()["net.head.weight"], before["net.head.weight"])
+
+
+class GrowingLit(Lit):
+    """A block more in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.layers.append(NormBlock())
+
+
+def test_blocks_that_come_with_a_later_epoch(tmp_path: Path) -> None:
+    """Progressive growing: what is built in a later epoch is checkpointed from its first batch."""
+    module = GrowingLit()
+    callback = PartialCheckpoint()
+    seen: list[int] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert callback.handle is not None
+            seen.append(callback.handle.plan.num_recomputed)
+
+    trainer = L.Trainer(
+        max_epochs=2,
+        limit_train_batches=1,
+        callbacks=[callback, Look()],
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.randn(4, DIM), batch_size=4))
+    assert seen == [4, 5]
+    assert {type(layer) for layer in module.net.layers} == {NormBlock}
