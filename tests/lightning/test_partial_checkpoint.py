@@ -943,17 +943,7 @@ def test_blocks_that_come_with_a_later_epoch(tmp_path: Path) -> None:
             assert callback.handle is not None
             seen.append(callback.handle.plan.num_recomputed)
 
-    trainer = L.Trainer(
-        max_epochs=2,
-        limit_train_batches=1,
-        callbacks=[callback, Look()],
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(callback, Look(), limit_train_batches=1, default_root_dir=tmp_path)
     trainer.fit(module, DataLoader(torch.randn(4, DIM), batch_size=4))
     assert seen == [4, 5]
     assert {type(layer) for layer in module.net.layers} == {NormBlock}
