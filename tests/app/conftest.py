@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,16 @@ def _examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when `python examples/train.py` is run: the examples' folder comes first. The root comes
     last: Hydra finds `conf` from an imported `train`, and no installed package is hidden."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path, str(ROOT)])
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were() -> Iterator[None]:
+    """`hydra/job_logging=disabled` disables every logger of the process, for the tests after too."""
+    known = [log for log in logging.root.manager.loggerDict.values() if hasattr(log, "disabled")]
+    before = [(log, log.disabled) for log in known]
+    yield
+    for log, disabled in before:
+        log.disabled = disabled
 
 
 @pytest.fixture
