@@ -26,12 +26,16 @@ def _examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _loggers_as_they_were() -> Iterator[None]:
-    """`hydra/job_logging=disabled` disables every logger of the process, for the tests after too."""
-    known = [log for log in logging.root.manager.loggerDict.values() if hasattr(log, "disabled")]
-    before = [(log, log.disabled) for log in known]
+    """`hydra/job_logging=disabled` disables all loggers of the process, for later tests too."""
+    before = {name for name, log in _loggers() if log.disabled}
     yield
-    for log, disabled in before:
-        log.disabled = disabled
+    for name, log in _loggers():
+        log.disabled = name in before
+
+
+def _loggers() -> list[tuple[str, logging.Logger]]:
+    known = logging.root.manager.loggerDict.items()
+    return [(name, log) for name, log in known if isinstance(log, logging.Logger)]
 
 
 @pytest.fixture
