@@ -26,9 +26,10 @@ def _examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _loggers_as_they_were() -> Iterator[None]:
-    """`hydra/job_logging=disabled` disables all loggers of the process, for later tests too."""
-    before = {name for name, log in _loggers() if log.disabled}
+    """`hydra/job_logging=disabled` quiets all loggers of the process, for later tests too."""
+    before, level = {name for name, log in _loggers() if log.disabled}, logging.root.level
     yield
+    logging.root.setLevel(level)
     for name, log in _loggers():
         log.disabled = name in before
 
