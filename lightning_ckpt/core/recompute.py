@@ -26,6 +26,8 @@ from lightning_ckpt.core.surroundings import Surroundings
 
 Forward = Callable[..., Any]
 
+_STATISTICS_COMPILE = torch.__version__ >= (2, 13)  # not tried in between
+
 _depth = threading.local()  # backward runs in threads of its own
 
 
@@ -116,13 +118,14 @@ def _traced(
 def _changeable_buffers(module: nn.Module) -> tuple[str, ...]:
     """Names of buffers that the block might change in place, to a wrong result in compiled code.
 
-    Normalisations are right there. Any other buffer is updated once, but the recompute sees the new
-    value (torch 2.8 to 2.13, every backend). Whether it will be changed cannot be told beforehand,
-    so index tables and masks of whole numbers are passed over. (Dynamo runs this.)
+    Batch statistics are right there with torch 2.13; torch 2.8 updates them twice. Any other buffer
+    is updated once, but the recompute sees the new value (torch 2.8 to 2.13, every backend).
+    Whether it will be changed cannot be told beforehand, so index tables and masks of whole numbers
+    are passed over. (Dynamo runs this.)
     """
     names = []
     for prefix, child in module.named_modules():
-        if not isinstance(child, BATCH_STATISTICS):
+        if not (_STATISTICS_COMPILE and isinstance(child, BATCH_STATISTICS)):
             for name, buffer in child._buffers.items():
                 if buffer is not None and (buffer.is_floating_point() or buffer.dim() == 0):
                     names.append(f"{prefix}.{name}" if prefix else name)
@@ -134,8 +137,8 @@ def _changeable_buffers(module: nn.Module) -> tuple[str, ...]:
 def _warn_of_buffers(class_name: str, names: tuple[str, ...]) -> None:
     warnings.warn(
         f"{class_name} is compiled and checkpointed, and has buffers ({', '.join(names)}): if its "
-        "forward changes one of them in place, the recompute sees the changed value and gradients "
-        "are wrong; leave such blocks out of torch.compile or out of layers=. Constant buffers are "
+        "forward changes one of them in place, the recompute sees the changed value (and torch "
+        "before 2.13 changes batch statistics twice), so training differs; leave such blocks out of torch.compile or out of layers=. Constant buffers are "
         "fine",
         stacklevel=2,
     )
