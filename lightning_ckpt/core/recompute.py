@@ -26,7 +26,7 @@ from lightning_ckpt.core.surroundings import Surroundings
 
 Forward = Callable[..., Any]
 
-_STATISTICS_COMPILE = torch.__version__ >= (2, 13)  # not tried in between
+_STATISTICS_COMPILE = torch.__version__ >= "2.13"  # not tried in between; compared as a version
 
 _depth = threading.local()  # backward runs in threads of its own
 
@@ -138,8 +138,8 @@ def _warn_of_buffers(class_name: str, names: tuple[str, ...]) -> None:
     warnings.warn(
         f"{class_name} is compiled and checkpointed, and has buffers ({', '.join(names)}): if its "
         "forward changes one of them in place, the recompute sees the changed value (and torch "
-        "before 2.13 changes batch statistics twice), so training differs; leave such blocks out of torch.compile or out of layers=. Constant buffers are "
-        "fine",
+        "before 2.13 changes batch statistics twice), so training differs; leave such blocks out "
+        "of torch.compile or out of layers=. Constant buffers are fine",
         stacklevel=2,
     )
 
