@@ -3,6 +3,7 @@
     python examples/train.py                                    # every second block
     python examples/train.py checkpoint.every_n=4 checkpoint.offload=true
     python examples/train.py checkpoint=none                    # plain training, to compare
+    python examples/train.py strategy=ddp strategy.every_n=4 trainer.devices=2
     python examples/train.py model=vit data=digits
     python examples/train.py -m checkpoint.every_n=1,2,4        # one run each
 
@@ -30,8 +31,11 @@ def main(config: DictConfig) -> float | None:
     ]
     loggers = build_all(config.get("logger"))
     table = build_all({"table": config.get("table")})
+    engine = {"strategy": instantiate(config.strategy)} if config.get("strategy") else {}
     with without_clutter():
-        trainer = instantiate(config.trainer, callbacks=callbacks, logger=[*loggers, *table])
+        trainer = instantiate(
+            config.trainer, callbacks=callbacks, logger=[*loggers, *table], **engine
+        )
         data = instantiate(config.data)
         model = instantiate(config.model)
         trainer.fit(model, data, ckpt_path=config.ckpt_path)

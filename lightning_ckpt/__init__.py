@@ -9,3 +9,13 @@ from lightning_ckpt.core.plan import BlockPlan as BlockPlan
 from lightning_ckpt.core.plan import Plan as Plan
 from lightning_ckpt.core.recompute import is_recomputing as is_recomputing
 from lightning_ckpt.monitor import PeakMemoryMonitor as PeakMemoryMonitor
+from lightning_ckpt.strategies import (
+    PartialCheckpointDDPStrategy as PartialCheckpointDDPStrategy,
+)
+from lightning_ckpt.strategies import (
+    PartialCheckpointFSDPStrategy as PartialCheckpointFSDPStrategy,
+)
+from lightning_ckpt.strategies import (
+    PartialCheckpointModelParallelStrategy as PartialCheckpointModelParallelStrategy,
+)
+from lightning_ckpt.strategies import PartialCheckpointStrategy as PartialCheckpointStrategy

@@ -27,7 +27,8 @@ _HYDRA_KEYS = {"_target_", "_args_", "_convert_", "_partial_", "_recursive_"}
 
 @dataclass
 class PartialCheckpointConfig:
-    """`checkpoint=partial`: the arguments of `lightning_ckpt.PartialCheckpoint`."""
+    """The arguments of `lightning_ckpt.PartialCheckpoint`, and those that the strategies add to
+    Lightning's own: `checkpoint=partial`, `strategy=ddp`."""
 
     _target_: str
     _convert_: str
@@ -229,7 +230,7 @@ def check(config: DictConfig) -> None:
             contradict one another; the message names the key.
     """
     _check_pair(config)
-    for group in ("checkpoint", "trainer", "model", "data"):
+    for group in ("checkpoint", "strategy", "trainer", "model", "data"):
         _check_values(group, config.get(group))
     for key, node in _targets(config):
         _check_keys(key, node)
@@ -237,7 +238,7 @@ def check(config: DictConfig) -> None:
 
 def _targets(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
     """Every node that stands for an object, with its key."""
-    for group in ("checkpoint", "trainer", "model", "data", "table"):
+    for group in ("checkpoint", "strategy", "trainer", "model", "data", "table"):
         if config.get(group):
             yield group, config[group]
     for group in ("callbacks", "logger"):

@@ -1,11 +1,15 @@
 """A plan over one fit: what the callback and the strategies share."""
 
+import zlib
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.nn.parameter import is_lazy
 
 from lightning_ckpt._lightning import checkpoints_by_itself
 from lightning_ckpt.core.apply import Handle, apply_quietly
@@ -15,6 +19,8 @@ from lightning_ckpt.core.plan import Plan, check_every_n
 from lightning_ckpt.summary import print_plan
 
 T = TypeVar("T")
+
+_FAILED = "failed: "  # begins the report of a rank that has no plan
 
 
 class FitPlan:
@@ -55,20 +61,20 @@ class FitPlan:
         """`apply`, and make sure that every rank of the run did the same.
 
         Raises:
-            RuntimeError: on every rank, if one could not apply or has other blocks.
+            RuntimeError: another rank could not apply, or has another model or plan; on every rank.
+            Exception: this rank could not apply.
         """
         error: Exception | None = None
         changed = False
         try:
             changed = self.apply(module)
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:  # any: the other ranks must not wait for this one
             error = caught
-        reports = _from_all_ranks(str(error) if error else self._describe())
+        report = [_FAILED + str(error)] if error else self._describe(module)
+        difference = _first_difference(_from_all_ranks(module.trainer, report))
         if error is not None:
             raise error
-        difference = _first_difference(reports)
-        if difference:
-            self.remove()
+        if difference:  # the adapter takes the plan back, as after any error
             raise RuntimeError(difference)
         return changed
 
@@ -87,9 +93,21 @@ class FitPlan:
         for logger in trainer.loggers:
             logger.log_hyperparams({"partial_checkpoint": _metadata(self.handle.plan)})
 
-    def _describe(self) -> list[tuple[str, str, str]]:
+    def _describe(self, module: "pl.LightningModule") -> list[str]:
+        """What must be alike on every rank, a line for each block and each parameter."""
         assert self.handle is not None
-        return [(block.name, block.class_name, block.action) for block in self.handle.plan]
+        lines = [
+            f"block {block.name!r} ({block.class_name}): {block.action}"
+            + (f", offload to {block.offload}" if block.offload else "")
+            for block in self.handle.plan
+        ]
+        if isinstance(module.trainer.strategy, FSDPStrategy):
+            return lines  # it may have laid a flat part of the parameters on each rank by now
+        return lines + [
+            f"parameter {name!r} of shape {tuple(parameter.shape)}"
+            for name, parameter in module.named_parameters()
+            if not is_lazy(parameter)
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "handle": None}  # a plan in force is not for another process
@@ -133,30 +151,33 @@ def _metadata(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _from_all_ranks(report: T) -> list[T]:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+def _from_all_ranks(trainer: "pl.Trainer", report: list[str]) -> list[list[str]]:
+    """Each rank's report, or only this one's where all are alike."""
+    # Not the process group's size: one rank of a group may train alone, on a single device.
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         return [report]
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
-    return reports
+    # All reports would be many bytes with many ranks; they are needed only where they differ.
+    if len(set(_gather(zlib.crc32("\n".join(report).encode())))) == 1:
+        return [report]
+    return _gather(report)
 
 
-def _first_difference(reports: list[Any]) -> str | None:
-    """What to say if the ranks' reports differ: a plan each, or the message of an error."""
+def _gather(value: T) -> list[T]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _first_difference(reports: list[list[str]]) -> str | None:
+    """What to say of ranks that failed, or whose reports are not that of rank 0."""
     for rank, report in enumerate(reports):
-        if isinstance(report, str):
-            return f"rank {rank} could not make its plan: {report}"
+        if report[0].startswith(_FAILED):
+            return f"rank {rank} could not make its plan: {report[0].removeprefix(_FAILED)}"
     for rank, report in enumerate(reports):
-        for index in range(max(len(report), len(reports[0]))):
-            here, first = report[index : index + 1], reports[0][index : index + 1]
+        for first, here in zip_longest(reports[0], report, fillvalue="nothing more"):
             if here != first:
                 return (
-                    f"the ranks have different plans: block {index} is {_shown(first)} on rank 0 "
-                    f"and {_shown(here)} on rank {rank}; build the same model and pass the same "
-                    "layers= on every rank"
+                    f"the ranks have different plans or models: rank 0 has {first}, rank {rank} "
+                    f"has {here}; build the same model and pass the same arguments on every rank"
                 )
     return None
-
-
-def _shown(block: list[tuple[str, str, str]]) -> str:
-    return " ".join(block[0]) if block else "missing"

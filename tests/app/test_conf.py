@@ -11,11 +11,12 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from app_helpers import ROOT, TINY_NET, Compose
+from app_helpers import ROOT, TINY, TINY_NET, Compose
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from lightning_ckpt import PartialCheckpoint, PeakMemoryMonitor
+from lightning_ckpt import PartialCheckpoint, PartialCheckpointDDPStrategy, PeakMemoryMonitor
 from lightning_ckpt.config import check
 
 CHOICES = sorted(
@@ -156,3 +157,36 @@ def _seeded_weight_and_batch(config: object) -> tuple[torch.Tensor, torch.Tensor
 
 def test_default_folder_is_where_hydra_says(compose_app: Compose, run_dir: Path) -> None:
     assert compose_app().trainer.default_root_dir == str(run_dir)
+
+
+def test_a_strategy_takes_the_place_of_the_callback(compose_app: Compose) -> None:
+    import train
+
+    config = compose_app("strategy=ddp", "strategy.every_n=4", "+strategy.static_graph=true")
+    check(config)
+    strategy = instantiate(config.strategy)
+    assert isinstance(strategy, PartialCheckpointDDPStrategy)
+    assert strategy.fit_plan.every_n == 4
+    assert train.build_all({"checkpoint": config.checkpoint}) == []
+
+
+def test_both_are_refused(compose_app: Compose) -> None:
+    import train
+
+    config = compose_app(*TINY, "strategy=single_device", "checkpoint=partial")
+    with pytest.raises(MisconfigurationException, match="drop the callback"):
+        train.main(config)
+
+
+@pytest.mark.parametrize("word", ["strategy.every_n=0", "strategy.offload=disk"])
+def test_values_of_a_strategy_are_checked(word: str, compose_app: Compose) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(ValueError, match=key):
+        check(compose_app("strategy=ddp", word))
+
+
+def test_trains_with_a_strategy(compose_app: Compose, capsys: pytest.CaptureFixture[str]) -> None:
+    import train
+
+    assert train.main(compose_app(*TINY, "strategy=single_device")) is not None
+    assert "2 of 3" in capsys.readouterr().out
