@@ -10,6 +10,7 @@ recompute are exchanged for nothing) as a share of the step.
 """
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -69,8 +70,8 @@ def step_time(model: nn.Module, tokens: Tensor) -> float:
 def interleaved(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds + 1):
-        for name, step in steps.items():
-            seconds = step()
+        for name in random.sample(list(steps), len(steps)):  # or one always follows the other
+            seconds = steps[name]()
             if index:  # the first round warms up
                 times[name].append(seconds)
     return times
