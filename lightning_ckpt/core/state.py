@@ -95,7 +95,7 @@ class Before:
         unknown = []
         for place in (*self._held, *self._parameters):
             if id(place) in copied:
-                if _is_small(place.tensor) and not isinstance(place.tensor, nn.Parameter):
+                if _is_small_state(place.tensor):
                     continue
                 calm = _calm.get(place.tensor, 0)
                 _calm[place.tensor] = -1 if id(place) in changed or calm < 0 else calm + 1
@@ -195,7 +195,7 @@ def _may_move(place: Place) -> bool:
     tensor, calm = place.tensor, _calm.get(place.tensor, 0)
     if calm < 0:
         return True
-    if not isinstance(tensor, nn.Parameter) and _is_small(tensor):
+    if _is_small_state(tensor):
         return True
     plain = type(tensor) in (nn.Parameter, Tensor)  # others may not copy as expected
     return plain and not tensor.requires_grad and tensor.is_leaf and calm < _NUM_CALLS_WATCHED
@@ -208,13 +208,18 @@ def _is_changed(place: Place, copy: Tensor) -> bool:
         return True
     if not _is_comparable(tensor):
         return False
-    if _is_small(tensor) and not isinstance(tensor, nn.Parameter):
+    if _is_small_state(tensor):
         return False  # kept in any case
     return tensor.shape != copy.shape or not torch.equal(tensor, copy)
 
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+
+
+def _is_small_state(tensor: Tensor) -> bool:
+    """Whether a copy of `tensor` is taken and kept at every call, without comparing."""
+    return _is_small(tensor) and not isinstance(tensor, nn.Parameter)
 
 
 def _is_comparable(tensor: Tensor) -> bool:
