@@ -55,6 +55,8 @@ def view_base(tensor: Tensor) -> Tensor:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether `tensor` has no values (meta device, or a fake tensor of the compiler's)."""
+    if type(tensor) is nn.Parameter:  # soon told; a fake one is of another class
+        return tensor.is_meta
     return tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor)
 
 

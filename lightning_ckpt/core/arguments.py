@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_ckpt.core._torch import tensor_version
 
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
 _MAPPINGS = (dict, UserDict)
 
 
@@ -49,10 +49,10 @@ def flatten(value: Any) -> Flat:
 
 def is_open(value: Any) -> bool:
     """Whether `flatten` would look into `value`."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return False
     if isinstance(value, tuple):  # one of plain values only (a shape, say) is passed on as it is
-        return not all(type(item) in _PLAIN for item in value)
+        return not all(type(item) in PLAIN for item in value)
     if isinstance(value, (list, deque, set, *_MAPPINGS)):
         return True
     return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or _is_array(value)
@@ -104,7 +104,7 @@ class _Walk:
         if isinstance(value, Tensor) and not value.is_inference():
             return self._tensor(value)
         if not is_open(value):
-            if type(value) not in _PLAIN and not isinstance(value, Tensor):
+            if type(value) not in PLAIN and not isinstance(value, Tensor):
                 self.others.append(value)
             return lambda rebuild: value
         key = id(value)
@@ -143,7 +143,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_plain_list(value: Any) -> bool:
-    return type(value) is list and all(type(item) in _PLAIN for item in value)
+    return type(value) is list and all(type(item) in PLAIN for item in value)
 
 
 def _fields(value: Any) -> dict[str, Any]:

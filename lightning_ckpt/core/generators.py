@@ -1,6 +1,7 @@
 """Random streams that torch's checkpoint does not replay: Python's and NumPy's global ones, and
 generators that a block keeps as attributes or is given."""
 
+import ctypes
 import functools
 import random
 import sys
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 States = list[tuple[Any, Any]]  # generator, state
+
+_MERSENNE_BYTES = 4 * 624 + 4  # the words and the place among them; a test looks at a draw of each
+_last_read: tuple[Any, bytes, Any] | None = None  # NumPy's bit generator, its bytes, its state
 
 
 def generators_in(objects: Iterable[Any]) -> list[Any]:
@@ -38,13 +42,34 @@ def get_state(generator: Any) -> Any:
         return generator.get_state()
     if hasattr(generator, "getstate"):
         return generator.getstate()
+    if generator is sys.modules.get("numpy.random"):
+        return _global_numpy_state(generator)
     if hasattr(generator, "get_state"):
         return generator.get_state(legacy=False)
     return generator.bit_generator.state
 
 
+def _global_numpy_state(numpy_random: Any) -> Any:
+    """NumPy takes long to tell its state (35 us), and it is asked twice for each block, mostly in
+    vain: so look first whether its memory has moved since. One thing does not stand in there, the
+    second of a pair of normal numbers, made and not drawn yet: while there is one, ask again."""
+    global _last_read
+    source = getattr(numpy_random, "get_bit_generator", None)  # since NumPy 1.24
+    bits: Any = source() if source else None
+    if type(bits).__name__ != "MT19937":  # another may have been put in, of another size
+        return numpy_random.get_state(legacy=False)
+    memory = ctypes.string_at(bits.ctypes.state_address, _MERSENNE_BYTES)
+    if _last_read is not None and _last_read[0] is bits and _last_read[1] == memory:
+        return _last_read[2]
+    state = numpy_random.get_state(legacy=False)
+    _last_read = None if state["has_gauss"] else (bits, memory, state)
+    return state
+
+
 def set_state(generator: Any, state: Any) -> None:
     """Put a generator back to a state that `get_state` gave."""
+    global _last_read
+    _last_read = None  # the memory may be the same, and a normal number wait in it
     if hasattr(generator, "setstate"):
         generator.setstate(state)
     elif hasattr(generator, "set_state"):
@@ -55,6 +80,8 @@ def set_state(generator: Any, state: Any) -> None:
 
 def is_same(now: Any, before: Any) -> bool:
     """Whether two states of one generator are equal."""
+    if now is before:
+        return True
     if isinstance(now, Tensor):
         return torch.equal(now, before)
     if isinstance(now, dict):

@@ -167,7 +167,7 @@ def _eager(
     region = _Region(module, forward, args, kwargs, flat, before)
     with options.saved_inputs():
         result = checkpoint(region, *flat.tensors, use_reentrant=False)
-    for tensor in flatten(result).tensors:
+    for tensor in (result,) if isinstance(result, Tensor) else flatten(result).tensors:
         if tensor.grad_fn is not None:
             tensor.register_hook(region.check)
     return result
@@ -175,7 +175,11 @@ def _eager(
 
 def _is_lazy(module: nn.Module) -> bool:
     """Lazy modules get parameters, and another class, in their first call: no replay of that."""
-    return any(map(is_lazy, (*module.parameters(), *module.buffers())))
+    return any(
+        tensor is not None and is_lazy(tensor)
+        for child in module.modules()
+        for tensor in (*child._parameters.values(), *child._buffers.values())
+    )
 
 
 def _refuse_iterators(module: nn.Module, others: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ backward.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -66,15 +67,23 @@ def replayed(replay: Replay, modules: Sequence[nn.Module]) -> Iterator[None]:
         for owner, name, value in reversed(exchanged):
             _put(owner, name, value)
         for owner, values in now:
-            for name in owner.keys() - values.keys():
-                del owner[name]
-            for name, value in values.items():
-                if owner.get(name) is not value:
-                    owner[name] = value
+            _restore(owner, values)
         for tensor, flag in flags:
             _set_requires_grad(tensor, flag)
         for generator, state in generators:
             set_state(generator, state)
+
+
+def _restore(owner: Owner, values: dict[str, Any]) -> None:
+    # Nothing to do, nearly always; by far the fastest way to see that.
+    same_names = len(owner) == len(values) and all(map(is_, owner, values))
+    if same_names and all(map(is_, owner.values(), values.values())):
+        return
+    for name in owner.keys() - values.keys():
+        del owner[name]
+    for name, value in values.items():
+        if owner.get(name) is not value:
+            owner[name] = value
 
 
 def _exchange(replay: Replay, exchanged: list[tuple[Owner, str, Any]]) -> None:

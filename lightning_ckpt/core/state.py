@@ -18,7 +18,7 @@ place before backward.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_ckpt.core._torch import is_fake, tensor_version
-from lightning_ckpt.core.arguments import flatten, identities, is_opaque, is_open, tensors_inside
+from lightning_ckpt.core.arguments import (
+    PLAIN,
+    flatten,
+    identities,
+    is_opaque,
+    is_open,
+    tensors_inside,
+)
 from lightning_ckpt.core.generators import generators_in, get_state, is_same
 from lightning_ckpt.core.replay import Owner, Place, Replay, owners_of
 
@@ -53,12 +60,12 @@ class Before:
         owners = owners_of(self.modules)
         self._names = [(owner, set(owner)) for owner in (*owners, *_registries(self.modules))]
         attributes = [(owner, *_attributes(owner)) for owner in owners]
-        self._values = [(owner, values) for owner, values, _ in attributes]
-        self._opened = [(owner, opened) for owner, _, opened in attributes if opened]
+        self._values = [(owner, values) for owner, values, _, _ in attributes]
+        self._opened = [(owner, opened) for owner, _, opened, _ in attributes if opened]
         flat = flatten([list(values.values()) for _, values in self._opened])
         self._build = flat.build
         self._state = [_kept(tensor) for tensor in flat.tensors]
-        self._held = list(_state_tensors(owners))
+        self._held = [place for _, _, _, places in attributes for place in places]
         self._parameters = _parameters(self.modules)
         self._copies = [
             (place, place.tensor.detach().clone())
@@ -125,19 +132,24 @@ def _registries(modules: Iterable[nn.Module]) -> list[Owner]:
     return [owner for child in modules for owner in (child._parameters, child._modules)]
 
 
-def _attributes(owner: Owner) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Attributes to keep by reference, and those to look into; without module internals, state
-    tensors, and objects that hold on to a graph."""
+def _attributes(owner: Owner) -> tuple[dict[str, Any], dict[str, Any], list[Place]]:
+    """Attributes to keep by reference, those to look into, and state tensors; without module
+    internals, and objects that hold on to a graph."""
     values: dict[str, Any] = {}
     opened: dict[str, Any] = {}
-    for name, value in owner.items():
-        if name in _INTERNALS or _is_state(value):
-            continue
-        if _is_opened(value):
+    state: list[Place] = []
+    for name in owner.keys() - _INTERNALS:
+        value = owner[name]
+        if type(value) in PLAIN:
+            values[name] = value
+        elif _is_state(value):
+            if not is_fake(value):
+                state.append(_place(owner, name, value))
+        elif _is_opened(value):
             opened[name] = value
         elif not _holds_graph(value):
             values[name] = value
-    return values, opened
+    return values, opened, state
 
 
 def _holds_graph(value: Any) -> bool:
@@ -166,13 +178,6 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.requires_grad
 
 
-def _state_tensors(owners: list[Owner]) -> Iterator[Place]:
-    for owner in owners:
-        for name, value in owner.items():
-            if _is_state(value) and not is_fake(value):
-                yield _place(owner, name, value)
-
-
 def _parameters(modules: Iterable[nn.Module]) -> list[Place]:
     return [
         _place(child._parameters, name, parameter)
@@ -187,7 +192,8 @@ def _place(owner: Owner, name: str, tensor: Tensor) -> Place:
 
 
 def _as_now(place: Place) -> Place:
-    return place._replace(version=tensor_version(place.tensor))
+    version = tensor_version(place.tensor)
+    return place if version == place.version else place._replace(version=version)
 
 
 def _may_move(place: Place) -> bool:
