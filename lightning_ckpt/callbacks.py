@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.offload import OffloadConfig
-from lightning_ckpt.fitting import FitPlan, refuse_conflicts
+from lightning_ckpt.fitting import FitPlan, refuse_conflicts, refuse_xla
 
 
 class PartialCheckpoint(Callback):
@@ -39,14 +39,14 @@ class PartialCheckpoint(Callback):
     Raises:
         TypeError: an argument is of a wrong kind.
         ValueError: an argument has an impossible value; at the start of fit: no block was found.
-        MisconfigurationException: a second `PartialCheckpoint`, or a strategy that checkpoints.
+        MisconfigurationException: a second `PartialCheckpoint`, a strategy that checkpoints, or an
+            XLA device.
     """
 
     def __init__(
         self, every_n: int = 1, offload: bool | str | OffloadConfig = False, layers: Any = None
     ) -> None:
         self.fit_plan = FitPlan(every_n, offload, layers)
-        self._settled_epoch = -1
 
     @property
     def every_n(self) -> int:
@@ -73,7 +73,7 @@ class PartialCheckpoint(Callback):
         if stage != "fit":
             return
         refuse_conflicts(trainer)
-        self._settled_epoch = -1
+        refuse_xla(trainer)
         self.fit_plan.remove()
         with suppress(ValueError):  # not built yet, perhaps: on_fit_start lets the error through
             self.fit_plan.apply(pl_module)
@@ -87,12 +87,7 @@ class PartialCheckpoint(Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        # The module's own hooks run after ours, and may build or exchange blocks at each epoch.
-        # (A resumed epoch does not begin with batch 0.)
-        if self._settled_epoch != trainer.current_epoch:
-            self._settled_epoch = trainer.current_epoch
-            if self.fit_plan.apply(pl_module):
-                self.fit_plan.tell(trainer)
+        self.fit_plan.follow(trainer)  # the module's own hooks of the epoch have run
 
     @override
     def on_save_checkpoint(

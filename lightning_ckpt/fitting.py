@@ -5,10 +5,12 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.accelerators import XLAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt._lightning import checkpoints_by_itself
@@ -40,6 +42,7 @@ class FitPlan:
         self.offload = offload
         self.layers = layers
         self.handle: Handle | None = None
+        self._settled_epoch = -1
 
     def apply(self, module: "pl.LightningModule") -> bool:
         """Put the plan in force, or make it anew if the blocks are others by now.
@@ -50,9 +53,10 @@ class FitPlan:
         Raises:
             ValueError: no blocks were found, or they are checkpointed by other means.
         """
-        found = [block.module for block in find_blocks(module, self.layers)]
-        if self.handle is not None and self.handle.modules == found:
-            return False
+        if self.handle is not None:
+            found = [block.module for block in find_blocks(module, self.layers)]
+            if self.handle.modules == found:
+                return False
         self.remove()
         self.handle = apply_quietly(module, self.every_n, self.offload, self.layers)
         return True
@@ -78,8 +82,17 @@ class FitPlan:
             raise RuntimeError(difference)
         return changed
 
+    def follow(self, trainer: "pl.Trainer") -> None:
+        """`apply` once in each epoch, before its first step: the module may have built or exchanged
+        blocks. (A resumed epoch does not begin with batch 0.)"""
+        if self._settled_epoch != trainer.current_epoch:
+            if self.apply(trainer.lightning_module):
+                self.tell(trainer)
+            self._settled_epoch = trainer.current_epoch
+
     def remove(self) -> None:
         """Leave the model as it was."""
+        self._settled_epoch = -1
         if self.handle is not None:
             self.handle.remove()
         self.handle = None
@@ -135,6 +148,36 @@ def refuse_conflicts(trainer: "pl.Trainer") -> None:
         raise MisconfigurationException(
             f"{strategy} has activation_checkpointing_policy set, and PartialCheckpoint is there "
             "too: blocks would be recomputed twice; drop one of the two"
+        )
+    _warn_of_idle_flags(trainer.strategy)
+
+
+def refuse_xla(trainer: "pl.Trainer") -> None:
+    """Refuse a device on which torch cannot checkpoint: it takes the device's random numbers from
+    `torch.xla`, and there is none (transformers#29314, seen with torch 2.1 to 2.9).
+
+    Raises:
+        MisconfigurationException: the trainer's accelerator is XLA.
+    """
+    if isinstance(trainer.accelerator, XLAAccelerator) and not hasattr(torch, "xla"):
+        raise MisconfigurationException(
+            "PartialCheckpoint cannot work on XLA devices: torch.utils.checkpoint needs torch.xla, "
+            "which does not exist; drop it, and call torch_xla.utils.checkpoint.checkpoint in the "
+            "model"
+        )
+
+
+def _warn_of_idle_flags(strategy: Strategy) -> None:
+    """DeepSpeed's checkpointing acts only where a model calls it."""
+    if not isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy.config, dict):
+        return
+    settings = strategy.config.get("activation_checkpointing") or {}
+    idle = [name for name in ("partition_activations", "cpu_checkpointing") if settings.get(name)]
+    if idle:
+        rank_zero_warn(
+            f"DeepSpeedStrategy has {' and '.join(idle)} set, which has no effect on the blocks of "
+            "PartialCheckpoint: it acts where the model calls deepspeed.checkpointing.checkpoint; "
+            "use PartialCheckpoint(offload=True)"
         )
 
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_ckpt._lightning import checkpoints_by_itself
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.offload import OffloadConfig
-from lightning_ckpt.fitting import FitPlan
+from lightning_ckpt.fitting import FitPlan, refuse_xla
 
 
 class _PartialCheckpointing(Strategy):
@@ -38,8 +38,9 @@ class _PartialCheckpointing(Strategy):
     Raises:
         TypeError: an argument is of a wrong kind.
         ValueError: an argument has an impossible value; at the start of fit: no block was found.
-        MisconfigurationException: the strategy was told to checkpoint by itself. (That a callback
-            is there too, the callback says, which is asked first.)
+        MisconfigurationException: the strategy was told to checkpoint by itself; at the start of
+            fit: the device is an XLA one. (That a callback is there too, the callback says, which
+            is asked first.)
         RuntimeError: at the start of fit: the ranks have different plans or models.
     """
 
@@ -69,6 +70,7 @@ class _PartialCheckpointing(Strategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
+            refuse_xla(trainer)
             self.fit_plan.apply_on_all_ranks(self.lightning_module)
             self.fit_plan.tell(trainer)
         super().setup(trainer)
@@ -125,6 +127,13 @@ class PartialCheckpointStrategy(_PartialCheckpointing, SingleDeviceStrategy):
             )
         if devices and self._takes_device:
             self._chosen_device = torch.device(devices[0])
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Only here may a module build blocks while it trains: other engines have wrapped it.
+        assert self.lightning_module is not None
+        self.fit_plan.follow(self.lightning_module.trainer)
+        super().on_train_batch_start(batch, batch_idx)
 
 
 class PartialCheckpointDDPStrategy(_PartialCheckpointing, DDPStrategy):

@@ -3,6 +3,7 @@
 Public torch has no way to do these things. Each name has a test that fails when it moves.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,16 +11,19 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 # The base class of every dispatch mode; there is no public spelling of it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BATCH_STATISTICS",
+    "FullyShardedDataParallel",
     "OptimizedModule",
     "TorchDispatchMode",
     "checkpointed_by_torch",
     "coo_parts",
+    "fsdp_names",
     "is_compiled",
     "is_fake",
     "tensor_version",
@@ -63,6 +67,17 @@ def is_fake(tensor: Tensor) -> bool:
 def coo_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Indices and values of a COO tensor (the public way demands that it is coalesced)."""
     return tensor._indices(), tensor._values()
+
+
+def fsdp_names(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """Where the FSDP (version 1) units among `modules` put parts of their flat parameter: the
+    module, and the name under which it is an attribute or a parameter by turns."""
+    for unit in modules:
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            flat: Any = unit._handle.flat_param
+            for info in (*flat._param_infos, *flat._shared_param_infos):
+                yield info.module, info.param_name
+            yield unit.module, "_flat_param"
 
 
 def is_compiled(value: Any) -> bool:

@@ -6,7 +6,7 @@ real tensors would move their version counters, and other graphs that saved them
 backward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from lightning_ckpt.core.generators import States, get_state, set_state
 _ABSENT: Any = object()
 
 Owner = dict[str, Any]  # a module's `__dict__`, `_buffers`, `_parameters` or `_modules`
+Foreign = dict[int, set[str]]  # names by owner's id that a sharding engine manages: left alone
 
 
 class Place(NamedTuple):
@@ -46,6 +47,7 @@ class Replay(NamedTuple):
     unknown: list[Place]  # large ones that moved before we knew that they do
     generators: States
     watched: list[tuple[Any, list[tuple[int, int]]]]  # arguments that we cannot copy
+    foreign: Foreign
 
 
 @contextmanager
@@ -67,22 +69,22 @@ def replayed(replay: Replay, modules: Sequence[nn.Module]) -> Iterator[None]:
         for owner, name, value in reversed(exchanged):
             _put(owner, name, value)
         for owner, values in now:
-            _restore(owner, values)
+            _restore(owner, values, replay.foreign.get(id(owner), frozenset()))
         for tensor, flag in flags:
             _set_requires_grad(tensor, flag)
         for generator, state in generators:
             set_state(generator, state)
 
 
-def _restore(owner: Owner, values: dict[str, Any]) -> None:
+def _restore(owner: Owner, values: dict[str, Any], passed: Set[str]) -> None:
     # Nothing to do, nearly always; by far the fastest way to see that.
     same_names = len(owner) == len(values) and all(map(is_, owner, values))
     if same_names and all(map(is_, owner.values(), values.values())):
         return
-    for name in owner.keys() - values.keys():
+    for name in owner.keys() - values.keys() - passed:
         del owner[name]
     for name, value in values.items():
-        if owner.get(name) is not value:
+        if name not in passed and owner.get(name) is not value:
             owner[name] = value
 
 

@@ -12,20 +12,32 @@ State tensors (buffers, tensor attributes, frozen parameters) are copied before 
 compared afterwards: autograd's version counter alone is not enough, since BatchNorm's kernel and
 everything done through `.data` leave it alone. Small copies are kept whatever they show, so that
 others may change the tensor before backward (and since comparing on an accelerator makes the host
-wait). Large tensors can be most of a model: they are copied in the first few calls, and from then
-on only if they moved in one of them; the others are held by reference, and may not be changed in
-place before backward.
+wait). Parameters, and large tensors, can be most of a model: they are copied in the first few
+calls, and from then on only if they moved in one of them; the others are held by reference, and may
+not be changed in place before backward. A parameter that is empty before or after the forward is
+filled and emptied by a sharding engine (ZeRO-3), whose hooks know it by marks of their own and fill
+it again in the recompute: it is held by reference too.
+
+Note: [Names of FSDP]
+A unit of FSDP (version 1) inside the block gathers and frees its parameters in the recompute too,
+by hooks that move them between the dictionaries of its modules. It must find there what it left, so
+the units and these names are passed over.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_ckpt.core._torch import is_fake, tensor_version
+from lightning_ckpt.core._torch import (
+    FullyShardedDataParallel,
+    fsdp_names,
+    is_fake,
+    tensor_version,
+)
 from lightning_ckpt.core.arguments import (
     PLAIN,
     flatten,
@@ -35,7 +47,7 @@ from lightning_ckpt.core.arguments import (
     tensors_inside,
 )
 from lightning_ckpt.core.generators import generators_in, get_state, is_same
-from lightning_ckpt.core.replay import Owner, Place, Replay, owners_of
+from lightning_ckpt.core.replay import Foreign, Owner, Place, Replay, owners_of
 
 _SMALL_BYTES = 64 * 1024
 _NUM_CALLS_WATCHED = 4
@@ -56,17 +68,19 @@ class Before:
 
     def __init__(self, module: nn.Module, others: Sequence[Any]) -> None:
         given = [other for other in others if isinstance(other, nn.Module)]
-        self.modules = _python_modules((module, *given))
+        self.modules, self._foreign = _python_modules((module, *given))
         owners = owners_of(self.modules)
         self._names = [(owner, set(owner)) for owner in (*owners, *_registries(self.modules))]
-        attributes = [(owner, *_attributes(owner)) for owner in owners]
+        attributes = [(owner, *_attributes(owner, self._passed(owner))) for owner in owners]
         self._values = [(owner, values) for owner, values, _, _ in attributes]
         self._opened = [(owner, opened) for owner, _, opened, _ in attributes if opened]
         flat = flatten([list(values.values()) for _, values in self._opened])
         self._build = flat.build
         self._state = [_kept(tensor) for tensor in flat.tensors]
         self._held = [place for _, _, _, places in attributes for place in places]
-        self._parameters = _parameters(self.modules)
+        self._parameters = [
+            p for p in _parameters(self.modules) if p.name not in self._passed(p.owner)
+        ]
         self._copies = [
             (place, place.tensor.detach().clone())
             for place in (*self._held, *self._parameters)
@@ -80,7 +94,11 @@ class Before:
         """Compare with the state now; what did not change is let go where it is large."""
         changed = {id(place) for place, copy in self._copies if _is_changed(place, copy)}
         unknown = self._learn(changed)
-        kept = [(p, copy) for p, copy in self._copies if id(p) in changed or _is_small(p.tensor)]
+        kept = [
+            (place, copy)
+            for place, copy in self._copies
+            if id(place) in changed or _is_small_state(place.tensor)
+        ]
         known = {id(place) for place, _ in kept} | {id(place) for place in unknown}
         places = [*self._held, *self._parameters]
         return Replay(
@@ -88,13 +106,21 @@ class Before:
             opened=[(owner, list(values)) for owner, values in self._opened],
             build=self._build,
             tensors=self._state,
-            created=[(owner, n) for owner, names in self._names for n in owner.keys() - names],
+            created=[
+                (owner, name)
+                for owner, names in self._names
+                for name in owner.keys() - names - self._passed(owner)
+            ],
             copies=kept,
             places=[_as_now(place) for place in places if id(place) not in known],
             unknown=unknown,
             generators=[(g, s) for g, s in self._generators if not is_same(get_state(g), s)],
             watched=self._watched,
+            foreign=self._foreign,
         )
+
+    def _passed(self, owner: Owner) -> Set[str]:
+        return self._foreign.get(id(owner), frozenset())
 
     def _learn(self, changed: set[int]) -> list[Place]:
         """Note which tensors move; returns those that did without our having a copy."""
@@ -122,23 +148,31 @@ def _warn_of_move(name: str) -> None:
     )
 
 
-def _python_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """All modules in `roots` whose state lies in Python; that of TorchScript does not."""
+def _python_modules(roots: Iterable[nn.Module]) -> tuple[list[nn.Module], Foreign]:
+    """All modules in `roots` whose state lies in Python (that of TorchScript does not), and the
+    names in them that are not theirs. Note: [Names of FSDP]."""
     found = dict.fromkeys(module for root in roots for module in root.modules())
-    return [module for module in found if not isinstance(module, torch.jit.ScriptModule)]
+    foreign: dict[int, set[str]] = {}
+    for module, name in fsdp_names(found):
+        for owner in (vars(module), module._parameters):
+            foreign.setdefault(id(owner), set()).add(name)
+    others = (torch.jit.ScriptModule, FullyShardedDataParallel)
+    return [module for module in found if not isinstance(module, others)], foreign
 
 
 def _registries(modules: Iterable[nn.Module]) -> list[Owner]:
     return [owner for child in modules for owner in (child._parameters, child._modules)]
 
 
-def _attributes(owner: Owner) -> tuple[dict[str, Any], dict[str, Any], list[Place]]:
+def _attributes(
+    owner: Owner, passed: Set[str]
+) -> tuple[dict[str, Any], dict[str, Any], list[Place]]:
     """Attributes to keep by reference, those to look into, and state tensors; without module
-    internals, and objects that hold on to a graph."""
+    internals, names `passed` over, and objects that hold on to a graph."""
     values: dict[str, Any] = {}
     opened: dict[str, Any] = {}
     state: list[Place] = []
-    for name in owner.keys() - _INTERNALS:
+    for name in owner.keys() - _INTERNALS - passed:
         value = owner[name]
         if type(value) in PLAIN:
             values[name] = value
@@ -199,9 +233,7 @@ def _as_now(place: Place) -> Place:
 def _may_move(place: Place) -> bool:
     """Whether `place` has to be copied: it is small state, or large and not known to stay."""
     tensor, calm = place.tensor, _calm.get(place.tensor, 0)
-    if calm < 0:
-        return True
-    if _is_small_state(tensor):
+    if calm < 0 or _is_small_state(tensor):
         return True
     plain = type(tensor) in (nn.Parameter, Tensor)  # others may not copy as expected
     return plain and not tensor.requires_grad and tensor.is_leaf and calm < _NUM_CALLS_WATCHED
@@ -210,6 +242,8 @@ def _may_move(place: Place) -> bool:
 def _is_changed(place: Place, copy: Tensor) -> bool:
     """Note: [What is kept until backward]."""
     tensor = place.tensor
+    if _is_emptied(tensor, copy):
+        return False
     if tensor_version(tensor) != place.version:
         return True
     if not _is_comparable(tensor):
@@ -226,6 +260,11 @@ def _is_small(tensor: Tensor) -> bool:
 def _is_small_state(tensor: Tensor) -> bool:
     """Whether a copy of `tensor` is taken and kept at every call, without comparing."""
     return _is_small(tensor) and not isinstance(tensor, nn.Parameter)
+
+
+def _is_emptied(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether `tensor` is a parameter that is empty now, or was when it was copied."""
+    return isinstance(tensor, nn.Parameter) and 0 in (tensor.numel(), copy.numel())
 
 
 def _is_comparable(tensor: Tensor) -> bool:

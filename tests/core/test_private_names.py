@@ -98,3 +98,17 @@ def test_parts_of_a_coo_tensor() -> None:
     indices, values = _torch.coo_parts(torch.eye(3).to_sparse())
     assert indices.shape == (2, 3)
     assert values.tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_names_that_fsdp_manages(use_orig_params: bool, gloo: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    unit = _torch.FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+    )
+    names = set(_torch.fsdp_names(unit.modules()))
+    parts = {(module, name) for module in model for name in ("weight", "bias")}
+    assert names == parts | {(model, "_flat_param")}
+    assert ("_flat_param" in model._parameters) is not use_orig_params
+    assert set(_torch.fsdp_names(nn.Linear(2, 2).modules())) == set()

@@ -265,6 +265,71 @@ def test_frozen_parameter_that_starts_to_move_late() -> None:
     compare(stack_of(Late), steps=5)
 
 
+class Engine:
+    """A sharding engine in small, as ZeRO-3 works: its hooks on each leaf fill the parameters,
+    which it knows by a mark of its own, and empty them again.
+
+    Args:
+        is_full: whether the parameters are full before the first step, and before each other step.
+        keeps: whether they stay full after a use, as small ones do.
+    """
+
+    def __init__(self, is_full: bool, keeps: bool) -> None:
+        self.is_full, self.keeps = is_full, keeps
+        self.known: list[Any] = []
+
+    def take(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                for parameter in module.parameters(recurse=False):
+                    parameter.full = parameter.data
+                    self.known.append(parameter)
+                module.register_forward_pre_hook(self._fill)
+                module.register_forward_hook(self._empty)
+        return model
+
+    def between_steps(self) -> None:
+        for parameter in self.known:
+            parameter.data = parameter.full if self.is_full else parameter.full.new_empty(0)
+
+    def gather(self) -> None:
+        for parameter in self.known:
+            parameter.data = parameter.full
+
+    def _fill(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.full  # an AttributeError if it is not the engine's
+
+    def _empty(self, module: nn.Module, args: Any, result: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.full if self.keeps else parameter.full.new_empty(0)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["emptied after use", "kept after use"])
+@pytest.mark.parametrize("is_full", [False, True], ids=["empty at first", "prefetched"])
+def test_frozen_parameters_of_a_sharding_engine(is_full: bool, keeps: bool) -> None:
+    """Report A10, pitfall 23: they are the engine's own in the recompute, not copies."""
+    engines: dict[int, Engine] = {}
+
+    def make() -> nn.Module:
+        model = Stack(MlpBlock, 3)
+        for layer in model.layers:
+            layer.up.requires_grad_(False)
+        engine = Engine(is_full, keeps)
+        engines[id(model)] = engine
+        return engine.take(model)
+
+    def step(model: nn.Module, index: int) -> list[Tensor]:
+        engine = engines[id(model)]
+        engine.between_steps()
+        loss = model(batch(index)).pow(2).mean()
+        grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+        engine.gather()
+        return [loss.detach(), *grads]
+
+    compare(make, step, steps=7, optimizer=None)
+
+
 # --- arguments
 
 

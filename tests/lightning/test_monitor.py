@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lit_helpers import trainer_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.data import DataLoader, Dataset
@@ -104,18 +105,8 @@ class Recorder(L.Callback):
 
 
 def trainer(path: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-        "default_root_dir": path,
-    }
-    return L.Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+    defaults: dict[str, Any] = {"log_every_n_steps": 1, "default_root_dir": path}
+    return trainer_of(*callbacks, **(defaults | settings))
 
 
 def fit(path: Path, model: L.LightningModule | None = None, **settings: Any) -> list[float | None]:

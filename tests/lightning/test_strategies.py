@@ -7,15 +7,12 @@ each case there is a function of the rank, and its error is handed to the test o
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import pickle
+import re
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import DIM, MlpBlock, Stack, assert_same, batch, executions, seed_all
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -36,8 +33,7 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from test_partial_checkpoint import (
-    DDP_CASES,
+from lit_helpers import (
     NAMES,
     LateLit,
     Lit,
@@ -45,14 +41,16 @@ from test_partial_checkpoint import (
     Recorder,
     SetupLit,
     assert_plain,
+    join_pair,
     leftovers,
     loader,
     trainer_of,
 )
+from test_partial_checkpoint import DDP_CASES
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -337,25 +335,33 @@ class SavedBytes(Callback):
 
 
 def compiled_run(
-    strategy: Any, what: str, when: str, lit: bool = False
+    strategy: Any, what: str, when: str, lit: bool, kind: Callable[..., Lit]
 ) -> tuple[list[int], list[Tensor], dict[str, Any], CompileCounterWithBackend]:
     torch._dynamo.reset()
     seed_all(0)
     backend, watched = CompileCounterWithBackend("aot_eager"), SavedBytes()
-    model: Any = CompiledLit(what, when, backend) if not lit else Lit(TanhBlock)
+    model: Any = kind(what, when, backend) if not lit else Lit(TanhBlock)
     trainer = trainer_of(watched, strategy=strategy, max_epochs=1, devices=_world())
     compiled = torch.compile(model, backend=backend) if lit else model
     torch._dynamo.utils.counters.clear()
     trainer.fit(compiled, loader(2 * _world()))
     assert not torch._dynamo.utils.counters["graph_break"]
-    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state = {key: plain_values(value).clone() for key, value in model.state_dict().items()}
     return watched.saved, watched.losses, state, backend
 
 
-def check_compiled(ours: Any, plain: Any, what: str, when: str, lit: bool = False) -> None:
+def check_compiled(
+    ours: Any,
+    plain: Any,
+    what: str,
+    when: str,
+    lit: bool = False,
+    kind: Callable[..., Lit] = CompiledLit,
+) -> None:
     """No graph break, checkpoint regions in the graphs, equal results, fewer saved bytes."""
-    saved, losses, state, backend = compiled_run(ours, what, when, lit)
-    plain_saved, plain_losses, plain_state, plain_backend = compiled_run(plain, what, when, lit)
+    saved, losses, state, backend = compiled_run(ours, what, when, lit, kind)
+    run = compiled_run(plain, what, when, lit, kind)
+    plain_saved, plain_losses, plain_state, plain_backend = run
     assert 0 < backend.frame_count <= plain_backend.frame_count
     regions = sum(
         "checkpoint" in str(node.target)
@@ -405,9 +411,14 @@ def test_compiled_lightning_module() -> None:
 
 
 def compare_strategies(
-    ours: Callable[..., Any], plain: Callable[..., Any], model: Callable[[], Lit], **options: Any
+    ours: Callable[..., Any],
+    plain: Callable[..., Any],
+    model: Callable[[], Lit],
+    glances: int = 0,
+    **options: Any,
 ) -> None:
-    """Five steps with each from one seed: equal leftovers, and blocks 0 and 2 ran twice."""
+    """Five steps with each from one seed: equal leftovers, and blocks 0 and 2 ran twice but for
+    `glances`, passes without gradients."""
     results = []
     for strategy in (ours(every_n=2), plain()):
         seed_all(0)
@@ -421,7 +432,9 @@ def compare_strategies(
         results.append((plain_values(leftovers(lit)), [counts[name] for name in NAMES]))
     (after, counted), (plain_after, plain_counted) = results
     assert_same(after, plain_after)
-    assert counted == [n * (2, 1)[i % 2] for i, n in enumerate(plain_counted)], counted
+    again = [(n - glances) * (1, 0)[i % 2] for i, n in enumerate(plain_counted)]
+    assert counted == [n + more for n, more in zip(plain_counted, again, strict=True)], counted
+    assert sum(again) > 0
 
 
 def assert_plain_classes(model: nn.Module) -> None:
@@ -481,6 +494,70 @@ def _ddp_unused_on_one_rank(every: int) -> None:
     compare_strategies(partial(OUR_DDP, **flag), partial(DDP, **flag), model)
 
 
+class GlancingLit(Lit):
+    """A pass without gradients before the real one, as teachers and recycling do it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x + self.net(x)
+        return self.net(x)
+
+
+def _ddp_averages() -> None:
+    """Report H5: averaging callbacks beside the strategy."""
+    for make in (
+        partial(EMAWeightAveraging, decay=0.5),
+        partial(StochasticWeightAveraging, swa_lrs=1e-2, swa_epoch_start=1),
+    ):
+        after = []
+        for strategy in (OUR_DDP(), DDP()):
+            seed_all(0)
+            model = Lit(MlpBlock)
+            trainer = trainer_of(make(), strategy=strategy, devices=2, max_epochs=3)
+            trainer.fit(model, loader(2 * STEPS), loader(2))
+            assert_plain(model)
+            after.append(leftovers(model))
+        assert_same(*after)
+
+
+def _ddp_static_accumulation() -> None:
+    """Pitfall 18: torch 2.13 fails here without us too; in any case the outcome is the same."""
+    outcomes = []
+    for strategy in (OUR_DDP(static_graph=True), DDP(static_graph=True)):
+        seed_all(0)
+        model = Lit()
+        trainer = trainer_of(strategy=strategy, devices=2, max_epochs=1, accumulate_grad_batches=2)
+        try:
+            trainer.fit(model, loader(2 * STEPS))
+            outcomes.append(leftovers(model))
+        except RuntimeError as error:
+            outcomes.append(str(error))
+        assert_plain(model)
+    assert_same(*outcomes)
+
+
+def _ddp_loops() -> None:
+    """Report I1, I4, I6: validate, fit, test, fit again, another module; one trainer."""
+    after = []
+    for strategy in (OUR_DDP(every_n=2), DDP()):
+        seed_all(0)
+        models, recorder = [Lit(), Lit(MlpBlock)], Recorder()
+        trainer = trainer_of(recorder, strategy=strategy, devices=2, max_epochs=1)
+        trainer.validate(models[0], loader(2), verbose=False)
+        trainer.fit(models[0], loader(4), loader(2))
+        trainer.test(models[0], loader(2), verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(models[0], loader(4))
+        trainer.fit_loop.epoch_progress.reset()
+        trainer.fit(models[1], loader(4))
+        for model in models:
+            assert_plain(model)
+        expected = [2, 1, 2, 1] if isinstance(strategy, PartialCheckpointDDPStrategy) else [1] * 4
+        assert recorder.batches == [expected] * 8
+        after.append([leftovers(models[1]), dict(models[0].state_dict())])
+    assert_same(*after)
+
+
 def _ddp_precision(precision: Any) -> None:
     compare_strategies(OUR_DDP, DDP, Lit, precision=precision)
 
@@ -511,11 +588,13 @@ def _ddp_compiled(what: str, when: str, lit: bool = False) -> None:
 class ShardedLit(LateLit):
     """Each block is a unit of FSDP2, and the network around them."""
 
+    block: type[nn.Module] = NormBlock
+
     def configure_model(self) -> None:
         if self.net is not None:
             return
         seed_all(0)
-        self.net = Stack(NormBlock, 4)
+        self.net = Stack(self.block, 4)
         if dist.is_initialized() and self._device_mesh is not None:
             self.lay_out()
 
@@ -536,6 +615,54 @@ class FrozenShardedLit(ShardedLit):
     def lay_out(self) -> None:
         self.net.layers[:2].requires_grad_(False)
         super().lay_out()
+
+
+class InnerUnitsLit(FrozenShardedLit):
+    """Each linear layer is a unit of its own inside the block; some are frozen."""
+
+    def lay_out(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for layer in self.net.layers:
+            layer.up.requires_grad_(False)
+            fully_shard(layer.up, mesh=mesh)
+            fully_shard(layer.down, mesh=mesh)
+        super().lay_out()
+
+
+class PolicyLit(ShardedLit):
+    """FSDP2's own mixed precision: the hook of each unit casts its input."""
+
+    block = MlpBlock  # BatchNorm does not run so on a CPU
+
+    def lay_out(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in self.net.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(self.net, mesh=mesh, mp_policy=policy)
+
+
+class TwiceShardedLit(ShardedLit):
+    """Each block is used twice in a step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.net(x))
+
+
+class CompiledShardedLit(CompiledLit):
+    """Each block is compiled, then sharded, in `configure_model`. (Torch cannot compile across the
+    hooks of FSDP2: the whole network would be one piece for each block as well.)"""
+
+    def configure_model(self) -> None:
+        if self._todo is None:
+            return
+        super().configure_model()
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for layer in self.net.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+    configure_optimizers = ShardedLit.configure_optimizers
 
 
 class TensorParallelLit(ShardedLit):
@@ -567,12 +694,16 @@ class Observed(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._context = executions(pl_module, NAMES)
         self.counts = self._context.__enter__()
-        self.num_hook_calls = 0
+        self.num_hook_calls = self.num_whole = 0
         pl_module.net.layers[0].register_forward_pre_hook(self._count)
         self.names = [n for n, _ in pl_module.named_parameters()] + list(pl_module.state_dict())
 
     def _count(self, *args: Any) -> None:
         self.num_hook_calls += 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        parameters = [p for p in pl_module.parameters() if not isinstance(p, DTensor)]
+        self.num_whole = max(self.num_whole, len(parameters))  # left gathered by a recompute
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._context.__exit__(None, None, None)
@@ -587,7 +718,7 @@ def sharded_run(strategy: Any, model: Lit, **options: Any) -> tuple[Any, list[in
     assert_plain_classes(model)
     left = plain_values(leftovers(model))
     counts = [observed.counts[name] for name in NAMES]
-    return [left, observed.names, observed.num_hook_calls], counts
+    return [left, observed.names, observed.num_hook_calls, observed.num_whole], counts
 
 
 def _fsdp2(model: Callable[[], Lit], shape: dict[str, int], **options: Any) -> None:
@@ -596,6 +727,10 @@ def _fsdp2(model: Callable[[], Lit], shape: dict[str, int], **options: Any) -> N
     assert_same(ours, plain)
     assert min(plain_counts) > 0
     assert counts == [n * (2, 1)[i % 2] for i, n in enumerate(plain_counts)], counts
+
+
+def _fsdp2_compiled() -> None:
+    check_compiled(OUR_FSDP2(), FSDP2(), "blocks", "configure_model", kind=CompiledShardedLit)
 
 
 def _fsdp2_callback() -> None:
@@ -607,19 +742,21 @@ def _fsdp2_callback() -> None:
     assert_plain_classes(model)
 
 
-def _fsdp2_checkpoints(whole: bool, folder: str) -> None:
+def _fsdp2_checkpoints(
+    whole: bool, folder: str, factory: Callable[[], Lit] = ShardedLit, **shape: int
+) -> None:
     """A file, or folder of shards, of either strategy goes on in either."""
     kinds = {"ours": OUR_FSDP2, "plain": FSDP2}
-    keep = {"save_distributed_checkpoint": not whole}
+    keep = {"save_distributed_checkpoint": not whole, **shape}
     paths, after = {}, {}
     for name, kind in kinds.items():
         trainer = trainer_of(strategy=kind(**keep), max_epochs=1, devices=2)
-        trainer.fit(ShardedLit(), loader(2 * STEPS))
-        paths[name] = f"{folder}/{name}-{whole}.ckpt"
+        trainer.fit(factory(), loader(2 * STEPS))
+        paths[name] = f"{folder}/{name}-{whole}-{factory.__name__}.ckpt"
         trainer.save_checkpoint(paths[name])
     for first, path in paths.items():
         for then, kind in kinds.items():
-            model = ShardedLit()
+            model = factory()
             trainer = trainer_of(strategy=kind(**keep), max_epochs=2, devices=2)
             seed_all(20)
             trainer.fit(model, loader(2 * STEPS), ckpt_path=path)
@@ -686,9 +823,8 @@ def _fsdp1(use_orig_params: bool, wrapped_first: bool = False) -> None:
 
 
 def _wrap_fsdp1(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    policy = ModuleWrapPolicy({NormBlock})
-    device = torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, **options)
+    defaults = {"auto_wrap_policy": ModuleWrapPolicy({NormBlock}), "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, **(defaults | options))
 
 
 class OnCPU:
@@ -698,7 +834,10 @@ class OnCPU:
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         assert getattr(self, "handle", True), "the plan comes before the wrap"
-        return _wrap_fsdp1(model, **self.kwargs)  # type: ignore[attr-defined]
+        strategy: Any = self
+        return _wrap_fsdp1(
+            model, mixed_precision=strategy.mixed_precision_config, **strategy.kwargs
+        )
 
 
 class CPUFSDPStrategy(OnCPU, FSDPStrategy):
@@ -716,14 +855,45 @@ class FlatLit(Lit):
         return torch.optim.SGD(self.trainer.model.parameters(), lr=1e-2)  # type: ignore[union-attr]
 
 
-def _fsdp1_strategy(use_orig_params: bool) -> None:
+class MlpFlatLit(FlatLit):
+    """Without BatchNorm, which does not run in bfloat16 on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(MlpBlock)
+
+
+class FrozenFlatLit(FlatLit):
+    """Some layers in each block, and one block, are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.net.layers:
+            layer.up.requires_grad_(False)
+        self.net.layers[1].requires_grad_(False)
+
+
+class TwiceFlatLit(FlatLit):
+    """Each block is used twice in a step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.net(x))
+
+
+def _fsdp1_strategy(
+    use_orig_params: bool,
+    factory: Callable[[], Lit] = FlatLit,
+    units: Any = NormBlock,
+    runs: int = 1,
+    **options: Any,
+) -> None:
     """All of the strategy but for the device: same keys and weights in the whole state."""
     results = []
+    policy = ModuleWrapPolicy({units})
     for kind in (partial(OurCPUFSDPStrategy, every_n=2), CPUFSDPStrategy):
         seed_all(0)
-        model = FlatLit()
-        strategy = kind(use_orig_params=use_orig_params)
-        trainer = trainer_of(strategy=strategy, devices=2, max_epochs=1)
+        model = factory()
+        strategy = kind(use_orig_params=use_orig_params, auto_wrap_policy=policy)
+        trainer = trainer_of(strategy=strategy, devices=2, max_epochs=1, **options)
         seed_all(10 + dist.get_rank())
         with executions(model, NAMES) as counts:
             trainer.fit(model, loader(2 * STEPS))
@@ -733,8 +903,8 @@ def _fsdp1_strategy(use_orig_params: bool) -> None:
         results.append((state, [counts[name] for name in NAMES]))
     (state, counted), (plain_state, plain_counted) = results
     assert_same(state, plain_state)
-    assert plain_counted == [STEPS] * 4
-    assert counted == [2 * STEPS, STEPS] * 2, counted
+    assert plain_counted == [runs * STEPS] * 4
+    assert counted == [2 * runs * STEPS, runs * STEPS] * 2, counted
 
 
 def _fsdp1_callback() -> None:
@@ -746,6 +916,11 @@ def _fsdp1_callback() -> None:
         trainer.fit(model, loader(2 * STEPS))
     assert [counts[name] for name in NAMES] == [2 * STEPS] * 4
     assert_plain_classes(model)
+
+
+def _fsdp1_compiled(what: str, when: str) -> None:
+    policy = {"use_orig_params": True, "auto_wrap_policy": ModuleWrapPolicy({TanhBlock})}
+    check_compiled(OurCPUFSDPStrategy(**policy), CPUFSDPStrategy(**policy), what, when)
 
 
 # Ranks that disagree
@@ -799,6 +974,14 @@ def _disagree(
     assert_plain_classes(lit)
 
 
+def _disagree_sharded(kind: Callable[..., Any], factory: Callable[[], Lit]) -> None:
+    """Under the engines that shard."""
+    model, every_n = factory(), 1 + dist.get_rank()
+    with pytest.raises(RuntimeError, match=r"rank 0 has block .*: recompute, rank 1 .*: keep"):
+        trainer_of(strategy=kind(every_n=every_n), devices=2).fit(model, loader(4))
+    assert_plain_classes(model)
+
+
 TIME_OUT = 30  # seconds that one process waits for the other
 CASES: dict[str, Callable[..., None]] = {
     **{f"ddp: {case}": partial(_ddp, case) for case in DDP_CASES},
@@ -807,6 +990,13 @@ CASES: dict[str, Callable[..., None]] = {
     "ddp: frozen part": _ddp_frozen_part,
     "ddp: unused on one rank": partial(_ddp_unused_on_one_rank, 1),
     "ddp: unused on one rank in some steps": partial(_ddp_unused_on_one_rank, 2),
+    "ddp: clipping": partial(compare_strategies, OUR_DDP, DDP, Lit, gradient_clip_val=0.01),
+    "ddp: static_graph, accumulation": _ddp_static_accumulation,
+    "ddp: passes without gradients": partial(
+        compare_strategies, OUR_DDP, DDP, GlancingLit, glances=STEPS
+    ),
+    "ddp: averages": _ddp_averages,
+    "ddp: one trainer, several loops": _ddp_loops,
     "ddp: bf16-mixed": partial(_ddp_precision, "bf16-mixed"),
     "ddp: bf16-true": partial(_ddp_precision, "bf16-true"),
     "ddp: compiled whole, before": partial(_ddp_compiled, "whole", "before"),
@@ -817,16 +1007,39 @@ CASES: dict[str, Callable[..., None]] = {
     "fsdp2: bf16-true": partial(_fsdp2, ShardedLit, {}, precision="bf16-true"),
     "fsdp2: accumulation": partial(_fsdp2, ShardedLit, {}, accumulate_grad_batches=2),
     "fsdp2: frozen part": partial(_fsdp2, FrozenShardedLit, {}),
+    "fsdp2: clipping": partial(_fsdp2, ShardedLit, {}, gradient_clip_val=0.01),
+    "fsdp2: units inside blocks": partial(_fsdp2, InnerUnitsLit, {}),
+    "fsdp2: mixed precision policy": partial(_fsdp2, PolicyLit, {}),
+    "fsdp2: blocks used twice": partial(_fsdp2, TwiceShardedLit, {}),
+    "fsdp2: compiled blocks": _fsdp2_compiled,
     "fsdp2: callback": _fsdp2_callback,
     "tensor parallel": partial(_fsdp2, TensorParallelLit, TP),
     "tensor parallel: bf16-mixed": partial(_fsdp2, TensorParallelLit, TP, precision="bf16-mixed"),
     "tensor parallel: bf16-true": partial(_fsdp2, TensorParallelLit, TP, precision="bf16-true"),
+    "tensor parallel: accumulation": partial(
+        _fsdp2, TensorParallelLit, TP, accumulate_grad_batches=2
+    ),
     "tensor parallel in fsdp2": partial(_fsdp2, BothParallelLit, TP),
     "fsdp1: original parameters": partial(_fsdp1, True),
     "fsdp1: flat parameters": partial(_fsdp1, False),
     "fsdp1: applied after the wrap": partial(_fsdp1, True, wrapped_first=True),
     "fsdp1: strategy, original parameters": partial(_fsdp1_strategy, True),
     "fsdp1: strategy, flat parameters": partial(_fsdp1_strategy, False),
+    # Torch makes a unit of each BatchNorm then.
+    "fsdp1: strategy, bf16-mixed": partial(_fsdp1_strategy, True, precision="bf16-mixed"),
+    "fsdp1: strategy, bf16-true": partial(
+        _fsdp1_strategy, True, MlpFlatLit, MlpBlock, precision="bf16-true"
+    ),
+    "fsdp1: strategy, accumulation": partial(_fsdp1_strategy, True, accumulate_grad_batches=2),
+    "fsdp1: strategy, clipping": partial(
+        _fsdp1_strategy, True, gradient_clip_val=0.01, gradient_clip_algorithm="value"
+    ),
+    "fsdp1: strategy, frozen part": partial(_fsdp1_strategy, True, FrozenFlatLit),
+    "fsdp1: strategy, units inside blocks": partial(
+        _fsdp1_strategy, True, FrozenFlatLit, units=nn.Linear
+    ),
+    "fsdp1: strategy, blocks used twice": partial(_fsdp1_strategy, True, TwiceFlatLit, runs=2),
+    "fsdp1: compiled blocks, before": partial(_fsdp1_compiled, "blocks", "before"),
     "fsdp1: callback": _fsdp1_callback,
     "disagree: layers": partial(
         _disagree, ["rank 0 has block", "rank 1 has block"], layers="net.layers.[02]"
@@ -843,6 +1056,8 @@ CASES: dict[str, Callable[..., None]] = {
     "disagree: predicate fails": partial(
         _disagree, ["rank 1 could not", "of my own"], own_error="of my own", layers=_complains
     ),
+    "disagree: fsdp1": partial(_disagree_sharded, OurCPUFSDPStrategy, FlatLit),
+    "disagree: fsdp2": partial(_disagree_sharded, OUR_FSDP2, ShardedLit),
     "disagree: callback": partial(
         _disagree, ["rank 1", "'net.layers.1'", "keep"], adapter="callback", every_n=2
     ),
@@ -851,37 +1066,14 @@ FILE_CASES: dict[str, Callable[[str], None]] = {
     "fsdp2: checkpoints, one file": partial(_fsdp2_checkpoints, True),
     "fsdp2: checkpoints, sharded": partial(_fsdp2_checkpoints, False),
     "ddp: checkpoints": _ddp_checkpoints,
+    "tensor parallel: checkpoints, sharded": partial(
+        _fsdp2_checkpoints, False, factory=TensorParallelLit, **TP
+    ),
 }
 
 
-def _join(rank: int, store: Path, seconds: float) -> None:
-    """Be one of two processes, as torchrun would start them; they meet in a file, at no port."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "TORCHELASTIC_RUN_ID": "test",
-        "OMP_NUM_THREADS": "1",
-    }
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the plans' tables
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=seconds),
-    )
-
-
 def _pair_worker(rank: int, folder: str, names: list[str]) -> None:
-    _join(rank, Path(folder, "store"), TIME_OUT)
+    join_pair(rank, Path(folder, "store"), TIME_OUT)
     outcome: dict[str, str] = {}
     cases = CASES | {name: partial(case, folder) for name, case in FILE_CASES.items()}
     for name in names:
@@ -896,14 +1088,17 @@ def _pair_worker(rank: int, folder: str, names: list[str]) -> None:
     torch.save(outcome, f"{folder}/{rank}.pt")
 
 
-# In two pairs of processes, or one would take more than a minute on a busy machine.
-GROUPS = {name: "compiled" in name for name in (*CASES, *FILE_CASES)}
+# In some pairs of processes, or one would take more than a minute on a busy machine.
+WORDS = ("compiled", "checkpoints", "fsdp", "tensor parallel")
+GROUPS = {
+    name: next((word for word in WORDS if word in name), "others") for name in CASES | FILE_CASES
+}
 
 
 @pytest.fixture(scope="module")
 def pair_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
     """What went wrong in a case, by rank; "" is nothing. The first of a group runs the group."""
-    outcomes: dict[bool, list[dict[str, str]]] = {}
+    outcomes: dict[str, list[dict[str, str]]] = {}
 
     def of(case: str) -> list[str]:
         group = GROUPS[case]
@@ -921,6 +1116,20 @@ def pair_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], l
 def test_two_processes(case: str, pair_outcomes: Callable[[str], list[str]]) -> None:
     """Reports A1 to A16, pitfalls 17 to 23; what is compared is in the case's function."""
     assert pair_outcomes(case) == ["", ""]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/strategies.md"])
+def test_cases_that_the_documents_name_are_there(page: str) -> None:
+    """`ddp: bf16-...` stands for all that begin so."""
+    path = Path(__file__).parents[2] / page
+    if not path.exists():
+        pytest.skip("a source distribution has no docs")
+    text = path.read_text()
+    named = re.findall(r"`((?:ddp|fsdp1|fsdp2|disagree|tensor parallel)(?:: [^`]*)?)`", text)
+    assert len(named) > 10
+    for name in named:
+        start = name.removesuffix("...")
+        assert name in GROUPS or (start != name and any(c.startswith(start) for c in GROUPS)), name
 
 
 class Failing(ShardedLit):
@@ -941,7 +1150,7 @@ class Failing(ShardedLit):
 def _failing_worker(rank: int, folder: str) -> None:
     """One rank raises under DDP; then, in a new group, one is killed under FSDP2."""
     for name, seconds in {"raises": 5, "killed": TIME_OUT}.items():
-        _join(rank, Path(folder, name), seconds)
+        join_pair(rank, Path(folder, name), seconds)
         kills = name == "killed"
         model = Failing(kills)
         trainer = trainer_of(strategy=OUR_FSDP2() if kills else OUR_DDP(), devices=2, max_epochs=1)
