@@ -1089,7 +1089,7 @@ def _pair_worker(rank: int, folder: str, names: list[str]) -> None:
 
 
 # In some pairs of processes, or one would take more than a minute on a busy machine.
-WORDS = ("compiled", "checkpoints", "fsdp", "tensor parallel")
+WORDS = ("compiled", "checkpoints", "tensor parallel", "fsdp1", "fsdp2")
 GROUPS = {
     name: next((word for word in WORDS if word in name), "others") for name in CASES | FILE_CASES
 }
