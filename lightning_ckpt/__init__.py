@@ -5,6 +5,7 @@ from lightning_ckpt.core.apply import Handle as Handle
 from lightning_ckpt.core.apply import apply_partial_checkpoint as apply_partial_checkpoint
 from lightning_ckpt.core.blocks import Block as Block
 from lightning_ckpt.core.blocks import find_blocks as find_blocks
+from lightning_ckpt.core.offload import OffloadConfig as OffloadConfig
 from lightning_ckpt.core.plan import BlockPlan as BlockPlan
 from lightning_ckpt.core.plan import Plan as Plan
 from lightning_ckpt.core.recompute import is_recomputing as is_recomputing

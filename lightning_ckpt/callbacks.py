@@ -31,7 +31,8 @@ class PartialCheckpoint(Callback):
     Args:
         every_n: block `i` is checkpointed when `i % every_n == 0`; 1 is every block.
         offload: True or "host" moves the checkpointed blocks' inputs to pinned host memory until
-            backward.
+            backward, "disk" to a file; an `OffloadConfig` says more. What was moved is printed
+            after the first step, and `handle.offloader.report()` has it at any time.
         layers: which modules are the blocks, if not those that are found by themselves: a class, a
             class name, a pattern of qualified names (`"encoder.layers.*"`), several of these, or a
             predicate `(name, module) -> bool`. Names are those within the LightningModule.
@@ -88,6 +89,18 @@ class PartialCheckpoint(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         self.fit_plan.follow(trainer)  # the module's own hooks of the epoch have run
+        self.fit_plan.begin_step(trainer, batch)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self.fit_plan.end_step()
 
     @override
     def on_save_checkpoint(

@@ -43,6 +43,19 @@ class PartialCheckpointConfig:
 
 
 @dataclass
+class OffloadGroupConfig:
+    """The fields of `lightning_ckpt.OffloadConfig`: `+offload@checkpoint.offload=disk`."""
+
+    target: str
+    scope: str
+    directory: str | None
+    min_bytes: int
+    prefetch: int
+    max_host_bytes: int | None
+    keep_last: int
+
+
+@dataclass
 class FullCheckpointConfig(PartialCheckpointConfig):
     """`checkpoint=full`: every block."""
 
@@ -308,6 +321,7 @@ def _share(**values: float) -> None:
 _SCHEMAS = {
     "partial_checkpoint": PartialCheckpointConfig,
     "full_checkpoint": FullCheckpointConfig,
+    "offload": OffloadGroupConfig,
     "trainer": TrainerConfig,
     "gpt": GPTConfig,
     "vit": ViTConfig,

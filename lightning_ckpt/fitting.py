@@ -1,6 +1,7 @@
 """A plan over one fit: what the callback and the strategies share."""
 
 import zlib
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -16,9 +17,14 @@ from torch.nn.parameter import is_lazy
 from lightning_ckpt._lightning import checkpoints_by_itself
 from lightning_ckpt.core.apply import Handle, apply_quietly
 from lightning_ckpt.core.blocks import check_layers, find_blocks
-from lightning_ckpt.core.offload import OffloadConfig, read_offload
+from lightning_ckpt.core.offload import (
+    OffloadConfig,
+    OffloadReport,
+    read_offload,
+    watch_first_step,
+)
 from lightning_ckpt.core.plan import Plan, check_every_n
-from lightning_ckpt.summary import print_plan
+from lightning_ckpt.summary import print_offload, print_plan
 
 T = TypeVar("T")
 
@@ -43,6 +49,8 @@ class FitPlan:
         self.layers = layers
         self.handle: Handle | None = None
         self._settled_epoch = -1
+        self._end_first_step: Callable[[], OffloadReport] | None = None
+        self._is_watched = False
 
     def apply(self, module: "pl.LightningModule") -> bool:
         """Put the plan in force, or make it anew if the blocks are others by now.
@@ -59,6 +67,7 @@ class FitPlan:
                 return False
         self.remove()
         self.handle = apply_quietly(module, self.every_n, self.offload, self.layers)
+        self._is_watched = False
         return True
 
     def apply_on_all_ranks(self, module: "pl.LightningModule") -> bool:
@@ -93,9 +102,28 @@ class FitPlan:
     def remove(self) -> None:
         """Leave the model as it was."""
         self._settled_epoch = -1
+        end, self._end_first_step = self._end_first_step, None
+        if end is not None:
+            end()  # an error: nobody wants to read that now
         if self.handle is not None:
             self.handle.remove()
         self.handle = None
+
+    def begin_step(self, trainer: "pl.Trainer", batch: Any) -> None:
+        """A training step begins: the first one's offload is watched."""
+        self.end_step()
+        offloader = self.handle.offloader if self.handle is not None else None
+        if offloader is not None and not self._is_watched:
+            self._is_watched = True
+            holders = (trainer.lightning_module, trainer.optimizers, batch)
+            device = trainer.strategy.root_device
+            self._end_first_step = watch_first_step(offloader, device, *holders)
+
+    def end_step(self) -> None:
+        """It has ended, or the next begins: print what was offloaded, on rank zero."""
+        end, self._end_first_step = self._end_first_step, None
+        if end is not None:
+            _tell_of_offload(end())
 
     @rank_zero_only
     def tell(self, trainer: "pl.Trainer") -> None:
@@ -123,7 +151,13 @@ class FitPlan:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "handle": None}  # a plan in force is not for another process
+        # A plan in force is not for another process.
+        return {**vars(self), "handle": None, "_end_first_step": None}
+
+
+@rank_zero_only
+def _tell_of_offload(report: OffloadReport) -> None:
+    print_offload(report)
 
 
 def refuse_conflicts(trainer: "pl.Trainer") -> None:

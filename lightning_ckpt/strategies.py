@@ -29,7 +29,7 @@ class _PartialCheckpointing(Strategy):
     Args:
         every_n: block `i` is checkpointed when `i % every_n == 0`; 1 is every block.
         offload: True or "host" moves the checkpointed blocks' inputs to pinned host memory until
-            backward.
+            backward, "disk" to a file; an `OffloadConfig` says more.
         layers: which modules are the blocks, if not those that are found by themselves; as in
             `PartialCheckpoint`.
         *args: those of Lightning's strategy.
@@ -74,6 +74,17 @@ class _PartialCheckpointing(Strategy):
             self.fit_plan.apply_on_all_ranks(self.lightning_module)
             self.fit_plan.tell(trainer)
         super().setup(trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        self.fit_plan.begin_step(self.lightning_module.trainer, batch)
+
+    @override
+    def on_train_end(self) -> None:
+        self.fit_plan.end_step()
+        super().on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -1,11 +1,12 @@
 """What a person reads in the terminal: the one file that prints."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_ckpt.core.offload import OffloadReport
 from lightning_ckpt.core.plan import BlockPlan, Plan
 
 
@@ -21,7 +22,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     table.add_column("Block class")
     table.add_column("Recomputed", justify="right")
     table.add_column("Which", overflow="fold")
-    table.add_column("Inputs wait")
+    table.add_column("Saved tensors wait")
     for (_, class_name), group in groupby(plan, key=_family):
         blocks = list(group)
         recomputed = [block for block in blocks if block.action == "recompute"]
@@ -29,12 +30,20 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
             class_name,
             f"{len(recomputed)} of {len(blocks)}",
             short_names([block.name for block in recomputed]),
-            _waiting_place(recomputed),
+            _waiting_place(blocks),
         )
     console.print(_title(plan), style="bold", markup=False, highlight=False)
     console.print(table)
     for note in plan.notes:
         console.print(f"Note: {note}", style="yellow", markup=False, highlight=False)
+
+
+def print_offload(report: OffloadReport, console: Console | None = None) -> None:
+    """Print what was offloaded, as sentences."""
+    console = console or Console()
+    console.print("Offload, first step:", style="bold", markup=False, highlight=False)
+    for sentence in report.sentences():
+        console.print(f"- {sentence}", markup=False, highlight=False)
 
 
 def short_names(names: Sequence[str]) -> str:
@@ -57,9 +66,15 @@ def _family(block: BlockPlan) -> tuple[str, str]:
     return _split(block.name)[0], block.class_name
 
 
-def _waiting_place(blocks: Iterable[BlockPlan]) -> str:
-    places = {block.offload or "on the device" for block in blocks}
-    return ", ".join(sorted(places)) or "-"
+def _waiting_place(blocks: Sequence[BlockPlan]) -> str:
+    """Where the saved tensors of these blocks are until backward."""
+    places = {
+        (block.offload or "on the device", "kept" if block.action == "keep" else "recomputed")
+        for block in blocks
+    }
+    if len({place for place, _ in places}) == 1:
+        return places.pop()[0]
+    return ", ".join(f"{place} ({kind})" for place, kind in sorted(places))
 
 
 def _split(name: str) -> tuple[str, str]:

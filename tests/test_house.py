@@ -146,6 +146,7 @@ PUBLIC = {
     "Block",
     "BlockPlan",
     "Handle",
+    "OffloadConfig",
     "PartialCheckpoint",
     "PartialCheckpointDDPStrategy",
     "PartialCheckpointFSDPStrategy",

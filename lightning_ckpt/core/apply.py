@@ -12,8 +12,15 @@ from torch import nn
 from lightning_ckpt.core import _transformers
 from lightning_ckpt.core._torch import checkpointed_by_torch
 from lightning_ckpt.core.blocks import Block, select_blocks
-from lightning_ckpt.core.offload import OffloadConfig, nothing_to_move, read_offload
-from lightning_ckpt.core.plan import Plan, check_every_n, every_n_plan
+from lightning_ckpt.core.offload import (
+    OffloadConfig,
+    Offloader,
+    make_offloader,
+    nothing_to_move,
+    put_in_force,
+    read_offload,
+)
+from lightning_ckpt.core.plan import Action, Plan, check_every_n, every_n_plan
 from lightning_ckpt.core.swap import swap_in, swap_out
 
 logger = logging.getLogger("lightning_ckpt")
@@ -24,8 +31,12 @@ class _Entry(NamedTuple):
     force, so nothing here keeps either alive."""
 
     handle: "ref[Handle]"
-    recompute: bool
-    offload: OffloadConfig | None
+    action: Action
+    offloader: Offloader | None
+
+    @property
+    def is_in_force(self) -> bool:
+        return self.action != "keep" or self.offloader is not None
 
 
 # What each block is told, oldest first: the newest rules. Kept here, not on the modules, so that
@@ -38,10 +49,15 @@ class Handle:
 
     Attributes:
         plan: what was applied, block by block.
+        offloader: what moves saved tensors, None if they stay on the device. Its `report()` says
+            what was moved.
     """
 
-    def __init__(self, plan: Plan, blocks: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, plan: Plan, blocks: Sequence[nn.Module], offloader: Offloader | None = None
+    ) -> None:
         self.plan = plan
+        self.offloader = offloader
         self._blocks = list(blocks)
         self._undo: list[Callable[[], None]] = []
 
@@ -109,7 +125,7 @@ def apply_partial_checkpoint(
         module: any model, or a part of one.
         every_n: block `i` is checkpointed when `i % every_n == 0`; 1 is every block.
         offload: True or "host" moves the checkpointed blocks' inputs to pinned host memory until
-            backward needs them.
+            backward needs them, "disk" to a file; an `OffloadConfig` says more.
         layers: which modules are the blocks, if not those that `find_blocks` finds by itself: a
             class, a class name, a pattern of qualified names (`"encoder.layers.*"`), several of
             these, or a predicate `(name, module) -> bool`.
@@ -137,29 +153,33 @@ def apply_quietly(
     blocks, notes = select_blocks(module, layers)
     _refuse_checkpointed(module, blocks)
     _refuse_nested(blocks)
-    if config is not None and nothing_to_move():
+    offloader = make_offloader(config, module) if config else None
+    if config is not None and nothing_to_move(config):
         notes += (
             "offload: there is no accelerator, every tensor is on the host already and there is "
             "nothing to move",
         )
     modules = [block.module for block in blocks]
     names = [(block.name, type(block.module).__name__) for block in blocks]
-    handle = Handle(every_n_plan(names, every_n, config.target if config else None, notes), modules)
+    target, scope = (config.target, config.scope) if config else (None, "inputs")
+    plan = every_n_plan(names, every_n, target, notes, scope)
+    handle = Handle(plan, modules, offloader)
     try:
-        _put_in_force(handle, module, config)
+        _put_in_force(handle, module)
     except BaseException:
         handle.remove()
         raise
     return handle
 
 
-def _put_in_force(handle: Handle, root: nn.Module, offload: OffloadConfig | None) -> None:
+def _put_in_force(handle: Handle, root: nn.Module) -> None:
     undo, notes = _transformers.take_over_switches(root, handle._blocks)
     handle._undo.append(undo)
     plan = handle.plan
     handle.plan = Plan(plan.blocks, plan.every_n, plan.notes + tuple(notes))
     for block, block_plan in zip(handle._blocks, plan, strict=True):
-        entry = _Entry(ref(handle), block_plan.action == "recompute", offload)
+        offloader = handle.offloader if block_plan.offload else None
+        entry = _Entry(ref(handle), block_plan.action, offloader)
         _told.setdefault(block, []).append(entry)
         _obey(block)
 
@@ -167,16 +187,18 @@ def _put_in_force(handle: Handle, root: nn.Module, offload: OffloadConfig | None
 def _obey(block: nn.Module) -> None:
     """Give `block` the class that its newest entry asks for."""
     swap_out(block)
+    put_in_force(block, None)
     entries = _told.get(block)
     if not entries:
         _told.pop(block, None)
-    elif entries[-1].recompute:
-        swap_in(block, entries[-1].offload)
+    elif (newest := entries[-1]).is_in_force:
+        put_in_force(block, newest.offloader)
+        swap_in(block, newest.action, newest.offloader is not None)
 
 
 def _refuse_nested(blocks: Sequence[Block]) -> None:
     """Refuse blocks inside, or around, the blocks of another plan: the inner would run thrice."""
-    others = [other for other, entries in _told.items() if entries[-1].recompute]
+    others = [other for other, entries in _told.items() if entries[-1].is_in_force]
     around = {id(part): other for other in others for part in other.modules()}
     for block in blocks:
         inside = next((p for p in block.module.modules() if id(p) in around), block.module)

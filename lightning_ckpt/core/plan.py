@@ -15,7 +15,8 @@ class BlockPlan:
         name: fully qualified name in the module that the plan was made for.
         class_name: name of the block's class.
         action: "recompute" (drop the activations, compute them again in backward) or "keep".
-        offload: where the block's saved inputs wait for backward ("host"), None: on the device.
+        offload: where what the block saves for backward waits for it ("host", "disk"): the inputs
+            of a block that is computed again, all that a kept one saves. None: on the device.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Plan:
 
     @property
     def offload(self) -> str | None:
-        """Where saved inputs go ("host"), None if they stay on the device."""
+        """Where saved tensors go ("host", "disk"), None if they stay on the device."""
         return next((block.offload for block in self.blocks if block.offload), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,22 +85,29 @@ def check_every_n(every_n: int) -> int:
 
 
 def every_n_plan(
-    blocks: Sequence[tuple[str, str]], every_n: int, offload: str | None, notes: Sequence[str] = ()
+    blocks: Sequence[tuple[str, str]],
+    every_n: int,
+    offload: str | None,
+    notes: Sequence[str] = (),
+    scope: str = "inputs",
 ) -> Plan:
     """Plan to recompute block `i` when `i % every_n == 0` and keep the others.
 
     Args:
         blocks: (name, class name) of each block, in order.
         every_n: the interval, at least 1.
-        offload: where the recomputed blocks' inputs wait for backward, None: on the device.
+        offload: where saved tensors wait for backward, None: on the device.
         notes: sentences for the user, carried in the plan.
+        scope: whose saved tensors: "inputs" (of recomputed blocks), "kept" (blocks) or "all".
     """
     check_every_n(every_n)
+    of_recomputed = None if scope == "kept" else offload
+    of_kept = None if scope == "inputs" else offload
     return Plan(
         tuple(
-            BlockPlan(name, class_name, "recompute", offload)
+            BlockPlan(name, class_name, "recompute", of_recomputed)
             if index % every_n == 0
-            else BlockPlan(name, class_name, "keep")
+            else BlockPlan(name, class_name, "keep", of_kept)
             for index, (name, class_name) in enumerate(blocks)
         ),
         every_n,

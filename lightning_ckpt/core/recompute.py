@@ -9,7 +9,7 @@ that torch does not know of.
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ckpt.core import _transformers
 from lightning_ckpt.core._torch import BATCH_STATISTICS
 from lightning_ckpt.core.arguments import Flat, flatten
+from lightning_ckpt.core.compiled import warn_of_offload
 from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
@@ -51,11 +52,12 @@ class Options(NamedTuple):
     """What is known of a block before it is called.
 
     Attributes:
-        saved_inputs: makes the context in which its arguments are saved for backward.
+        saving: makes the context, for a block, in which its arguments are saved for backward;
+            None: they stay where they are.
         takes_caches: whether Transformers may give it key-value caches.
     """
 
-    saved_inputs: Callable[[], AbstractContextManager[Any]]
+    saving: Callable[[nn.Module], AbstractContextManager[Any]] | None
     takes_caches: bool
 
 
@@ -104,6 +106,9 @@ def _traced(
     """
     if not torch.is_grad_enabled():
         return forward(module, *args, **kwargs)
+    if options.saving is not None:  # hooks on saved tensors do not reach into compiled code
+        warn_of_offload(type(module).__qualname__)
+        return _eager(module, forward, args, kwargs, options)
     if names := _changeable_buffers(module):
         _warn_of_buffers(type(module).__qualname__, names)
     if options.takes_caches:
@@ -165,7 +170,7 @@ def _eager(
     _refuse_iterators(module, flat.others)
     before = Before(module, flat.others)
     region = _Region(module, forward, args, kwargs, flat, before)
-    with options.saved_inputs():
+    with options.saving(module) if options.saving else nullcontext():
         result = checkpoint(region, *flat.tensors, use_reentrant=False)
     for tensor in (result,) if isinstance(result, Tensor) else flatten(result).tensors:
         if tensor.grad_fn is not None:

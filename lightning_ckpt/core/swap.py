@@ -18,7 +18,8 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from lightning_ckpt.core import _transformers
-from lightning_ckpt.core.offload import OffloadConfig, saved_inputs
+from lightning_ckpt.core.offload import kept_forward, saving
+from lightning_ckpt.core.plan import Action
 from lightning_ckpt.core.recompute import Options, checkpointed_forward
 
 
@@ -33,12 +34,18 @@ class _Checkpointed:
         pass
 
 
-_classes: WeakValueDictionary[tuple[type, OffloadConfig | None, bool], type] = WeakValueDictionary()
+_classes: WeakValueDictionary[tuple[type, Action, bool, bool], type] = WeakValueDictionary()
 
 
-def swap_in(block: nn.Module, offload: OffloadConfig | None) -> None:
-    """Make `block` checkpoint itself from now on, and save its inputs as `offload` says."""
-    key = (plain_class(type(block)), offload, "forward" in vars(block))
+def swap_in(block: nn.Module, action: Action, offloads: bool) -> None:
+    """Make `block` do what a plan says from now on.
+
+    Args:
+        block: the block.
+        action: whether it checkpoints itself.
+        offloads: whether what it saves for backward goes to the offload in force for it.
+    """
+    key = (plain_class(type(block)), action, offloads, "forward" in vars(block))
     swapped = _classes.get(key)
     if swapped is None:
         swapped = _classes[key] = _subclass(*key)
@@ -52,7 +59,7 @@ def swap_out(block: nn.Module) -> None:
 
 
 def is_swapped(block: nn.Module) -> bool:
-    """Whether `block` checkpoints itself by us."""
+    """Whether `block` has a class of ours."""
     return isinstance(block, _Checkpointed)
 
 
@@ -75,17 +82,18 @@ def _set_class(block: nn.Module, cls: type) -> None:
     object.__setattr__(block, "__class__", cls)
 
 
-def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward: bool) -> type:
+def _subclass(base: type[nn.Module], action: Action, offloads: bool, own_forward: bool) -> type:
     """Make the class.
 
     Args:
         base: the block's class.
-        offload: where its saved inputs go.
+        action, offloads: as in `swap_in`.
         own_forward: whether the instance has a `forward` of its own, which Python would prefer to
             that of the class: then ours is a property, which comes first, and calls it. (Dynamo
             follows a plain function better, so it is that otherwise.)
     """
-    options = Options(saved_inputs(offload), _transformers.is_of_library(base))
+    saving_inputs = functools.partial(saving, is_recomputed=True) if offloads else None
+    options = Options(saving_inputs, _transformers.is_of_library(base))
     is_function = isinstance(inspect.getattr_static(base, "forward"), types.FunctionType)
 
     def plain_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +106,8 @@ def _subclass(base: type[nn.Module], offload: OffloadConfig | None, own_forward:
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, _Checkpointed):  # somebody kept this method beyond the swap
             return plain_forward(self, *args, **kwargs)
+        if action == "keep":
+            return kept_forward(self, plain_forward, args, kwargs)
         return checkpointed_forward(self, plain_forward, args, kwargs, options)
 
     if is_function:

@@ -6,23 +6,32 @@ Rows L1 to L4 of the field reports: hydra template #629, #127, Hydra #1939, segm
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from app_helpers import ROOT, TINY, TINY_NET, Compose
+from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from lightning_ckpt import PartialCheckpoint, PartialCheckpointDDPStrategy, PeakMemoryMonitor
+from lightning_ckpt import (
+    OffloadConfig,
+    PartialCheckpoint,
+    PartialCheckpointDDPStrategy,
+    PeakMemoryMonitor,
+)
 from lightning_ckpt.config import check
+from lightning_ckpt.core.offload import read_offload
 
 CHOICES = sorted(
     (path.parent.name, path.stem)
     for path in (ROOT / "conf").glob("*/*.yaml")
     if (path.parent.name, path.stem) != ("logger", "wandb")  # an optional package
+    and path.parent.name != "offload"  # a part of the others
 )
 PARTNER = {"vit": "data=digits", "digits": "model=vit"}
 
@@ -49,6 +58,35 @@ def test_default_is_partial(compose_app: Compose) -> None:
     callback = instantiate(compose_app().checkpoint)
     assert isinstance(callback, PartialCheckpoint)
     assert callback.every_n == 2
+
+
+@pytest.mark.parametrize("group", ["checkpoint", "strategy"])
+@pytest.mark.parametrize(
+    "choice", sorted(path.stem for path in (ROOT / "conf" / "offload").glob("*.yaml"))
+)
+def test_offload_groups(group: str, choice: str, compose_app: Compose) -> None:
+    other = ["checkpoint=none", "strategy=single_device"] if group == "strategy" else []
+    config = compose_app(
+        *other, f"+offload@{group}.offload={choice}", f"{group}.offload.prefetch=3"
+    )
+    check(config)
+    offload = read_offload(instantiate(config[group]).fit_plan.offload)
+    assert offload is not None
+    assert offload.target == ("disk" if choice == "disk" else "host")
+    assert offload.scope == (choice if choice in ("kept", "all") else "inputs")
+    assert dataclasses.replace(offload, prefetch=1) == OffloadConfig(offload.target, offload.scope)
+
+
+def test_values_of_an_offload_group_are_checked(compose_app: Compose) -> None:
+    for word, text in (
+        ("keep_last=-1", "keep_last must be"),
+        ("target=dsik", "target='dsik' is not"),
+    ):
+        config = compose_app("+offload@checkpoint.offload=disk", f"checkpoint.offload.{word}")
+        with pytest.raises(ValueError, match=f"^checkpoint.offload {text}"):
+            check(config)
+    with pytest.raises(ConfigCompositionException, match=r"checkpoint\.offload\.prefech"):
+        compose_app("+offload@checkpoint.offload=disk", "checkpoint.offload.prefech=1")
 
 
 def test_full_is_every_block_and_none_is_no_callback(compose_app: Compose) -> None:
@@ -178,7 +216,7 @@ def test_both_are_refused(compose_app: Compose) -> None:
         train.main(config)
 
 
-@pytest.mark.parametrize("word", ["strategy.every_n=0", "strategy.offload=disk"])
+@pytest.mark.parametrize("word", ["strategy.every_n=0", "strategy.offload=dsik"])
 def test_values_of_a_strategy_are_checked(word: str, compose_app: Compose) -> None:
     key = word.partition("=")[0]
     with pytest.raises(ValueError, match=key):

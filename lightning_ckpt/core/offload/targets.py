@@ -1,80 +1,110 @@
-"""Move saved inputs to the host and back, by plain copies."""
+"""What a place that tensors wait in has to offer. The scheduler knows no more of devices."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 
-from lightning_ckpt.core._torch import tensor_version, view_base
-from lightning_ckpt.core.offload.config import OffloadConfig
+from lightning_ckpt.core._torch import tensor_version
 
 
-class _Stayed(NamedTuple):
-    """A tensor that was not moved, and its version then: under saved-tensor hooks autograd no
-    longer looks for in-place changes."""
+class Source:
+    """A storage that is to leave, held until its copy has ended.
 
-    tensor: Tensor
-    version: int
+    Attributes:
+        tensor: any tensor on the storage, without a graph; None once it was let go.
+        version: autograd's count of in-place changes when the tensor was saved.
+        num_bytes: the storage's size.
+        device: where it was.
+        is_changed: whether it was changed in place while the copy may have been running.
+    """
 
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor_version(tensor)
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.device = tensor.device
+        self.is_changed = False
 
-class _Moved(NamedTuple):
-    """A tensor's copy on the host, and what it takes to put it back."""
+    def check(self) -> None:
+        """Note whether it was changed in place since it was saved."""
+        if self.tensor is not None and tensor_version(self.tensor) != self.version:
+            self.is_changed = True
 
-    copy: Tensor
-    device: torch.device
-    size: torch.Size
-
-
-def nothing_to_move() -> bool:
-    """Whether every tensor is on the host already, because there is no other device."""
-    return not torch.accelerator.is_available()
-
-
-def saved_inputs(offload: OffloadConfig | None) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the context in which a block's inputs are saved for backward."""
-    if offload is None or nothing_to_move():
-        return nullcontext
-    return _to_host
-
-
-def _to_host() -> AbstractContextManager[Any]:
-    return saved_tensors_hooks(_pack, _unpack)
+    def let_go(self) -> None:
+        """The copy has ended. To be called by the training thread: an in-place operation counts
+        only when it has ended, so another thread could look at the count in the middle of it."""
+        self.check()
+        self.tensor = None
 
 
-def _pack(tensor: Tensor) -> _Stayed | _Moved:
-    if _stays(tensor):
-        return _Stayed(tensor, tensor_version(tensor))
-    # An expanded tensor is moved at its own size, and expanded again.
-    own = tensor
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            own = own.narrow(dim, 0, 1)
-    host = torch.empty_like(own, device="cpu", pin_memory=torch.accelerator.is_available())
-    return _Moved(host.copy_(own), tensor.device, tensor.size())
+class Arrival(ABC):
+    """A copy on its way back."""
+
+    @abstractmethod
+    def wait(self) -> torch.UntypedStorage:
+        """The bytes, ready for the stream that is current now."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Nobody will wait. May be called by any thread, at any time, after `wait` too."""
 
 
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+class Parcel(ABC):
+    """The copy of one storage at the target."""
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether the copy out has ended, well or not: then `finish` does not wait."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until the source may be let go.
+
+        Raises:
+            OSError: the copy failed.
+        """
+
+    @abstractmethod
+    def fetch(self) -> Arrival:
+        """Start a copy in, after the copy out."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Nobody needs it any more. May be called by any thread, at any time (by the garbage
+        collector), so it takes no lock and raises nothing."""
 
 
-def _stays(tensor: Tensor) -> bool:
-    return (
-        _is_on_host(tensor)
-        or tensor.layout != torch.strided
-        or isinstance(view_base(tensor), nn.Parameter)
-    )
+class Target(ABC):
+    """A place that tensors wait in."""
+
+    @abstractmethod
+    def send(self, source: Source) -> Parcel | None:
+        """Start a copy out, after what the current stream has been given so far.
+
+        Returns:
+            None if there is no room: the source has to stay.
+
+        Raises:
+            OSError: the place cannot be used.
+        """
+
+    @property
+    @abstractmethod
+    def asked_bytes(self) -> int:
+        """The most bytes that were in use at once."""
+
+    @property
+    @abstractmethod
+    def taken_bytes(self) -> int:
+        """The most bytes that the place took for them, unused ones included."""
+
+    def seconds_waited(self) -> float:
+        """Time that the device waited for copies, as far as it is known by now."""
+        return 0.0
 
 
-def _unpack(packed: _Stayed | _Moved) -> Tensor:
-    if isinstance(packed, _Moved):
-        return packed.copy.to(packed.device, non_blocking=True).expand(packed.size)
-    if tensor_version(packed.tensor) != packed.version:
-        raise RuntimeError(
-            "an input of a checkpointed block was modified by an inplace operation after it was "
-            f"saved for backward (a tensor of shape {tuple(packed.tensor.shape)} at version "
-            f"{tensor_version(packed.tensor)}, expected {packed.version}); clone it before"
-        )
-    return packed.tensor
+def as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as a flat tensor of bytes."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

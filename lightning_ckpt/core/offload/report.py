@@ -1,0 +1,91 @@
+"""What an offload did, as plain data and as sentences."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_MIB = 2**20
+
+
+class PeakMoment(NamedTuple):
+    """When a step's memory was highest.
+
+    Attributes:
+        phase: what ran then.
+        peak_bytes: the peak.
+        away_bytes: how much was elsewhere then.
+    """
+
+    phase: str
+    peak_bytes: int
+    away_bytes: int
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What an offload did since it was put in force.
+
+    Attributes:
+        target: "host" or "disk".
+        out_bytes: bytes copied to the target.
+        in_bytes: bytes copied back. (What backward asks for while it is still here needs no copy.)
+        stayed_bytes: bytes of saved tensors that stayed, by reason; a storage counts once in each
+            stretch between two backward passes.
+        asked_bytes: the most bytes that waited at the target at once.
+        taken_bytes: the most bytes that the target took for them (pinned memory, or the file).
+        num_ahead: storages fetched before backward asked for them.
+        num_on_demand: storages fetched when backward asked for them.
+        seconds_waited: time that the compute waited for a copy.
+        peak: when the memory was highest, where that was watched.
+    """
+
+    target: str
+    out_bytes: int = 0
+    in_bytes: int = 0
+    stayed_bytes: Mapping[str, int] = field(default_factory=dict)
+    asked_bytes: int = 0
+    taken_bytes: int = 0
+    num_ahead: int = 0
+    num_on_demand: int = 0
+    seconds_waited: float = 0.0
+    peak: PeakMoment | None = None
+
+    def sentences(self) -> list[str]:
+        """The report for a person."""
+        place = "pinned host memory" if self.target == "host" else "the file"
+        lines = [
+            f"{_mib(self.out_bytes)} moved to {self.target}, {_mib(self.in_bytes)} back "
+            f"({self.num_ahead} fetched ahead, {self.num_on_demand} on demand); the compute waited "
+            f"{self.seconds_waited * 1000:.1f} ms for copies",
+            f"at most {_mib(self.asked_bytes)} were elsewhere at once; {place} took "
+            f"{_mib(self.taken_bytes)}",
+        ]
+        if self.stayed_bytes:
+            reasons = (f"{_mib(n)} {reason}" for reason, n in sorted(self.stayed_bytes.items()))
+            lines.append(f"what stayed: {', '.join(reasons)}")
+        if self.out_bytes == 0:
+            lines.append(
+                "nothing was moved, so offload changes nothing here: the blocks save less than "
+                "min_bytes each, there are no more of them than keep_last, or what they save "
+                "cannot be moved; see what stayed"
+            )
+        elif self.peak is not None:
+            lines.append(_sentence_of(self.peak, self.asked_bytes))
+        return lines
+
+
+def _sentence_of(moment: PeakMoment, most_away: int) -> str:
+    start = (
+        f"the peak, {_mib(moment.peak_bytes)}, came in {moment.phase}, while "
+        f"{_mib(moment.away_bytes)} of at most {_mib(most_away)} were elsewhere"
+    )
+    if 2 * moment.away_bytes >= most_away:
+        return f"{start}; without offload it would have been higher by that"
+    return (
+        f"{start}: what runs there dominates the peak, and offload cannot lower it further; "
+        "smaller batches, or a loss that needs fewer logits at once, can"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB"

@@ -1,0 +1,409 @@
+"""When each tensor leaves and comes back. No device is named in here.
+
+Words: a *call* is one call of a block; a *slot* is a storage that was saved in it, or in several;
+a *wave* is the calls between two backward passes.
+
+Note: [What is held]
+What autograd holds (a `Place`) holds its slot and its call, and the slot alone holds the copy at
+the target. A graph that is dropped, used in part or kept takes its slots along, whatever happens in
+between, and nothing has to be cleared at the end of a step. All else in here refers weakly.
+
+Note: [Order]
+Backward is expected to ask for the calls of a wave in the order that the last wave of as many calls
+showed, and before there was one, last call first. At the first request of a call, those of the next
+`prefetch` calls are fetched. A request that comes unexpected is served at once, and moves the
+window; what was fetched for nothing is let go.
+"""
+
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ckpt.core._torch import tensor_version
+from lightning_ckpt.core.offload.storages import StorageMap
+from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source, Target
+
+_MOST_ORDERS = 16  # waves of so many different lengths are remembered
+_MOST_LEAVING_BYTES = 256 * 2**20  # beside those of the newest
+_MOST_LEAVING_CALLS = 2
+
+
+class Slot:
+    """A storage that was saved, wherever its bytes are at the moment."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.parcel: Parcel | None = None  # None: it did not leave so far
+        self.arrival: Arrival | None = None
+        self.is_out = False  # the copy at the target is complete
+        self.is_wanted = False  # expected to be asked for soon
+        self.held: torch.UntypedStorage | None = None  # restored
+        self.restored: weakref.ref[torch.UntypedStorage] | None = None
+        self.num_pending = 0  # times that it was saved and not yet asked for
+        self.last_call: weakref.ref[Call] | None = None
+
+    def is_away(self) -> bool:
+        """Whether nothing of it is here."""
+        return self.source.tensor is None and self.held is None and self.arrival is None
+
+    def rest(self) -> None:
+        """Nobody is expected: let go of what is not only here."""
+        self.is_wanted = False
+        self.held = None
+        if self.arrival is not None:
+            self.arrival.abandon()
+            self.arrival = None
+        if self.is_out:
+            self.source.let_go()
+
+    def __del__(self) -> None:
+        if self.arrival is not None:
+            self.arrival.abandon()
+        if self.parcel is not None:
+            self.parcel.discard()
+
+
+class Call:
+    """One call of a block."""
+
+    def __init__(self, scheduler: "Scheduler", wave: "Wave", position: int) -> None:
+        self.scheduler = scheduler
+        self.wave = wave
+        self.position = position
+        self.is_asked_for = False
+        self._slots: list[weakref.ref[Slot]] = []
+
+    def add(self, slot: Slot) -> None:
+        slot.last_call = weakref.ref(self)
+        slot.num_pending += 1
+        self._slots.append(weakref.ref(slot))
+
+    def live_slots(self) -> list[Slot]:
+        """Its slots that a graph still needs, each once."""
+        return _live(self._slots)
+
+
+def _live(references: Iterable["weakref.ref[Slot]"]) -> list[Slot]:
+    """What is left of them, each once."""
+    found = (reference() for reference in references)
+    return [slot for slot in dict.fromkeys(found) if slot is not None]
+
+
+class Wave:
+    """The calls between two backward passes, and the order in which backward asks for them."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+        self.order: list[int] = []  # as it was this time
+        self.expected: list[int] | None = None  # None: no backward yet
+
+    def after(self, call: Call, number: int) -> list[Call]:
+        """The `number` live calls that are expected to be asked for after `call`."""
+        assert self.expected is not None
+        start = self.expected.index(call.position) + 1
+        calls = (self.calls.get(position) for position in islice(self.expected, start, None))
+        return list(islice((call for call in calls if call is not None), number))
+
+
+class Place(NamedTuple):
+    """What autograd holds in place of a tensor."""
+
+    slot: Slot
+    call: Call
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Leaving(NamedTuple):
+    """A copy out under way."""
+
+    parcel: Parcel
+    slot: "weakref.ref[Slot]"
+    num_bytes: int
+    call_number: int
+
+
+class Counts:
+    """What a scheduler did so far, in bytes, fetches and seconds."""
+
+    def __init__(self) -> None:
+        self.out_bytes = 0
+        self.in_bytes = 0
+        self.no_room_bytes = 0
+        self.num_ahead = 0
+        self.num_on_demand = 0
+        self.seconds_waited = 0.0
+
+
+class Scheduler:
+    """Sends slots out and brings them back.
+
+    Args:
+        target: where to.
+        prefetch: so many calls ahead of backward their slots are brought back.
+        keep_last: so many of the newest calls have slots that did not leave yet.
+    """
+
+    def __init__(self, target: Target, prefetch: int, keep_last: int) -> None:
+        self.counts = Counts()
+        self.on_phase: Callable[[str], None] | None = None  # told what runs next
+        self._target = target
+        self._prefetch = prefetch
+        self._keep_last = keep_last
+        self._wave = Wave()
+        self._orders: OrderedDict[int, list[int]] = OrderedDict()  # by number of calls
+        self._recent: list[weakref.ref[Call]] = []
+        self._leaving: deque[_Leaving] = deque()
+        self._leaving_bytes = 0
+        self._num_opened = 0
+        self._shared: list[weakref.ref[Slot]] = []  # that stay for a newer call
+        self._current: weakref.ref[Call] | None = None
+        self._window: list[weakref.ref[Slot]] = []
+        self._slots: StorageMap[weakref.ref[Slot]] = StorageMap()
+        # Backward runs in threads of its own. Reentrant, since what is let go in here may end
+        # somebody's object that calls us.
+        self._lock = threading.RLock()
+
+    def open_call(self) -> Call:
+        """A block is called. What is no longer among the newest leaves.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        with self._lock:
+            self.look()
+            wave = self._wave
+            if wave.expected is not None or not wave.calls:
+                wave = self._wave = Wave()
+            call = wave.calls[wave.num_calls] = Call(self, wave, wave.num_calls)
+            wave.num_calls += 1
+            self._num_opened += 1
+            self._recent = [r for r in self._recent if r() is not None] + [weakref.ref(call)]
+            while len(self._recent) > self._keep_last:
+                self._depart(self._recent.pop(0)())
+            self._begin(f"the forward of block {call.position + 1} that is offloaded")
+            return call
+
+    def save(self, call: Call, tensor: Tensor) -> Place:
+        """`tensor` was saved for backward in `call`.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        with self._lock:
+            slot = self._slot_of(tensor)
+            is_shared = slot.last_call is not None and slot.last_call() is not call
+            call.add(slot)
+            if self._keep_last == 0 and slot.parcel is None:
+                self._send(slot)
+            elif self._keep_last > 0 and is_shared:  # under way, perhaps, for an older call
+                slot.is_wanted = True
+                self._shared.append(weakref.ref(slot))
+            offset = int(tensor.storage_offset())
+            return Place(slot, call, tensor.dtype, tensor.size(), tensor.stride(), offset)
+
+    def close_call(self) -> None:
+        """A call has ended. What it did not save again need not stay for it.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        with self._lock:
+            recent = [reference() for reference in self._recent]
+            for slot in _live(self._shared):
+                if slot.last_call is None or slot.last_call() not in recent:
+                    slot.rest()
+            self._shared = [weakref.ref(slot) for slot in _live(self._shared) if slot.is_wanted]
+            self.look()
+            self._begin("the rest of the forward and the loss")
+
+    def use(self, place: Place) -> torch.UntypedStorage:
+        """Backward asks for what was saved.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+            OSError: a copy failed.
+        """
+        with self._lock:
+            self.look()
+            slot = place.slot
+            self._move_to(place.call)
+            storage = self._storage_of(slot)
+            slot.num_pending -= 1
+            if slot.num_pending <= 0:
+                slot.rest()
+            return storage
+
+    def look(self) -> None:
+        """Let go of the sources whose copies have ended.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        with self._lock:
+            while self._leaving and self._leaving[0].parcel.has_ended():
+                self._end_oldest()
+
+    def settle(self) -> None:
+        """Wait for all copies out.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        with self._lock:
+            while self._leaving:
+                self._end_oldest()
+
+    def away_bytes(self) -> int:
+        """How much of this wave is at the target only."""
+        with self._lock:
+            slots = {s: None for call in self._wave.calls.values() for s in call.live_slots()}
+            return sum(slot.source.num_bytes for slot in slots if slot.is_away())
+
+    def _begin(self, phase: str) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
+
+    # --- out
+
+    def _slot_of(self, tensor: Tensor) -> Slot:
+        storage = tensor.untyped_storage()
+        known = self._slots.get(storage)
+        slot = known() if known is not None else None
+        if slot is None or slot.source.version != tensor_version(tensor):
+            slot = Slot(Source(tensor.detach()))
+            self._slots.put(storage, weakref.ref(slot))
+        return slot
+
+    def _depart(self, call: Call | None) -> None:
+        for slot in call.live_slots() if call is not None else ():
+            # What a newer call saved as well stays with that one.
+            is_newest = slot.last_call is not None and slot.last_call() is call
+            if slot.parcel is None and is_newest:
+                self._send(slot)
+
+    def _send(self, slot: Slot) -> None:
+        source = slot.source
+        source.check()
+        if source.is_changed:  # for nothing: whoever asks for it gets an error
+            return
+        slot.parcel = self._target.send(source)
+        if slot.parcel is None:
+            self.counts.no_room_bytes += source.num_bytes
+            return
+        self.counts.out_bytes += source.num_bytes
+        self._leaving_bytes += source.num_bytes
+        leaving = _Leaving(slot.parcel, weakref.ref(slot), source.num_bytes, self._num_opened)
+        self._leaving.append(leaving)
+        while self._are_too_many_leaving():
+            self._end_oldest()
+
+    def _are_too_many_leaving(self) -> bool:
+        """Whether the compute has to wait, so that what is held for copies has a bound. The newest
+        may always go."""
+        oldest, newest = self._leaving[0], self._leaving[-1]
+        if oldest is newest:
+            return False
+        is_late = newest.call_number - oldest.call_number >= _MOST_LEAVING_CALLS
+        return is_late or self._leaving_bytes - newest.num_bytes > _MOST_LEAVING_BYTES
+
+    def _end_oldest(self) -> None:
+        """Wait for the oldest copy out, and let its source go."""
+        leaving = self._leaving.popleft()
+        self._leaving_bytes -= leaving.num_bytes
+        slot = leaving.slot()
+        start = time.perf_counter()
+        try:
+            leaving.parcel.finish()
+        except OSError:
+            if slot is None:  # its graph was dropped: nobody needs it
+                return
+            slot.parcel = None  # the tensor is still here
+            leaving.parcel.discard()
+            raise
+        self.counts.seconds_waited += time.perf_counter() - start
+        if slot is not None:
+            slot.is_out = True
+            if not slot.is_wanted:
+                slot.source.let_go()
+
+    # --- in
+
+    def _move_to(self, call: Call) -> None:
+        """Bring back what `call` needs, and what the calls that should follow it will need."""
+        if self._current is not None and self._current() is call:
+            return
+        self._current = weakref.ref(call)
+        wave = call.wave
+        if wave.expected is None:
+            self._expect(wave)
+        if not call.is_asked_for:
+            call.is_asked_for = True
+            wave.order.append(call.position)
+        own = call.live_slots()
+        ahead = [slot for c in wave.after(call, self._prefetch) for slot in c.live_slots()]
+        window = dict.fromkeys([*own, *ahead])
+        for slot in _live(self._window):
+            if slot not in window:
+                slot.rest()
+        self._window = [weakref.ref(slot) for slot in window]
+        for slot in window:
+            slot.is_wanted = True
+            self._bring(slot, ahead=slot not in own)
+        self._begin(f"the backward of block {call.position + 1} of {wave.num_calls} offloaded ones")
+
+    def _expect(self, wave: Wave) -> None:
+        """Note: [Order]."""
+        learned = list(self._orders.pop(wave.num_calls, ()))
+        rest = [p for p in reversed(range(wave.num_calls)) if p not in learned]
+        wave.expected = learned + rest
+        self._orders[wave.num_calls] = wave.order
+        if len(self._orders) > _MOST_ORDERS:
+            self._orders.popitem(last=False)
+
+    def _bring(self, slot: Slot, ahead: bool) -> None:
+        """Start to bring its bytes back, if they are not here."""
+        if slot.source.tensor is not None or slot.source.is_changed or slot.arrival is not None:
+            return
+        slot.held = slot.held or self._restored(slot)
+        if slot.held is not None:
+            return
+        assert slot.parcel is not None
+        slot.arrival = slot.parcel.fetch()
+        self.counts.in_bytes += slot.source.num_bytes
+        if ahead:
+            self.counts.num_ahead += 1
+        else:
+            self.counts.num_on_demand += 1
+
+    def _restored(self, slot: Slot) -> torch.UntypedStorage | None:
+        return slot.restored() if slot.restored is not None else None
+
+    def _storage_of(self, slot: Slot) -> torch.UntypedStorage:
+        slot.source.check()
+        if slot.source.is_changed:
+            raise RuntimeError(
+                f"a tensor that waits for backward, on a storage of {slot.source.num_bytes} bytes, "
+                "has been modified by an inplace operation after it was saved; clone it before"
+            )
+        if slot.source.tensor is not None:
+            return slot.source.tensor.untyped_storage()
+        self._bring(slot, ahead=False)
+        if slot.arrival is not None:
+            start = time.perf_counter()
+            slot.held = slot.arrival.wait()
+            self.counts.seconds_waited += time.perf_counter() - start
+            slot.arrival = None
+            slot.restored = weakref.ref(slot.held)
+        assert slot.held is not None
+        return slot.held
