@@ -9,6 +9,8 @@ from lightning_ckpt.core.offload import OffloadConfig as OffloadConfig
 from lightning_ckpt.core.plan import BlockPlan as BlockPlan
 from lightning_ckpt.core.plan import Plan as Plan
 from lightning_ckpt.core.recompute import is_recomputing as is_recomputing
+from lightning_ckpt.core.report import Difference as Difference
+from lightning_ckpt.core.report import Report as Report
 from lightning_ckpt.monitor import PeakMemoryMonitor as PeakMemoryMonitor
 from lightning_ckpt.strategies import (
     PartialCheckpointDDPStrategy as PartialCheckpointDDPStrategy,
@@ -20,3 +22,4 @@ from lightning_ckpt.strategies import (
     PartialCheckpointModelParallelStrategy as PartialCheckpointModelParallelStrategy,
 )
 from lightning_ckpt.strategies import PartialCheckpointStrategy as PartialCheckpointStrategy
+from lightning_ckpt.verifying import verify as verify

@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.fitting import FitPlan, refuse_conflicts, refuse_xla
+from lightning_ckpt.verifying import refuse_unverifiable, verify_in_fit
 
 
 class PartialCheckpoint(Callback):
@@ -36,18 +37,29 @@ class PartialCheckpoint(Callback):
         layers: which modules are the blocks, if not those that are found by themselves: a class, a
             class name, a pattern of qualified names (`"encoder.layers.*"`), several of these, or a
             predicate `(name, module) -> bool`. Names are those within the LightningModule.
+        verify: on the first batch of fit, run one step plain and one checkpointed and end the
+            training if they differ (`lightning_ckpt.verify` says what it compares and costs).
+            What two plain steps do not have alike either is a warning. Stand before a
+            `PeakMemoryMonitor` in the list, or its first epoch counts these steps in.
 
     Raises:
         TypeError: an argument is of a wrong kind.
         ValueError: an argument has an impossible value; at the start of fit: no block was found.
         MisconfigurationException: a second `PartialCheckpoint`, a strategy that checkpoints, or an
-            XLA device.
+            XLA device; `verify` with a strategy that shards, or a module that optimizes by hand.
+        RuntimeError: `verify` found a difference.
     """
 
     def __init__(
-        self, every_n: int = 1, offload: bool | str | OffloadConfig = False, layers: Any = None
+        self,
+        every_n: int = 1,
+        offload: bool | str | OffloadConfig = False,
+        layers: Any = None,
+        verify: bool = False,
     ) -> None:
         self.fit_plan = FitPlan(every_n, offload, layers)
+        self.verify = verify
+        self._is_verified = False
 
     @property
     def every_n(self) -> int:
@@ -75,6 +87,9 @@ class PartialCheckpoint(Callback):
             return
         refuse_conflicts(trainer)
         refuse_xla(trainer)
+        if self.verify:
+            refuse_unverifiable(trainer, pl_module)
+        self._is_verified = False
         self.fit_plan.remove()
         with suppress(ValueError):  # not built yet, perhaps: on_fit_start lets the error through
             self.fit_plan.apply(pl_module)
@@ -89,6 +104,9 @@ class PartialCheckpoint(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         self.fit_plan.follow(trainer)  # the module's own hooks of the epoch have run
+        if self.verify and not self._is_verified:
+            self._is_verified = True
+            verify_in_fit(self.fit_plan, pl_module, batch, batch_idx)
         self.fit_plan.begin_step(trainer, batch)
 
     @override

@@ -84,7 +84,7 @@ class FitPlan:
         except Exception as caught:  # any: the other ranks must not wait for this one
             error = caught
         report = [_FAILED + str(error)] if error else self._describe(module)
-        difference = _first_difference(_from_all_ranks(module.trainer, report))
+        difference = _first_difference(from_all_ranks(module.trainer, report))
         if error is not None:
             raise error
         if difference:  # the adapter takes the plan back, as after any error
@@ -228,7 +228,7 @@ def _metadata(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _from_all_ranks(trainer: "pl.Trainer", report: list[str]) -> list[list[str]]:
+def from_all_ranks(trainer: "pl.Trainer", report: list[str]) -> list[list[str]]:
     """Each rank's report, or only this one's where all are alike."""
     # Not the process group's size: one rank of a group may train alone, on a single device.
     if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):

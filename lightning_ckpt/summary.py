@@ -5,9 +5,11 @@ from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_ckpt.core.offload import OffloadReport
 from lightning_ckpt.core.plan import BlockPlan, Plan
+from lightning_ckpt.core.report import Difference, Report
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -44,6 +46,61 @@ def print_offload(report: OffloadReport, console: Console | None = None) -> None
     console.print("Offload, first step:", style="bold", markup=False, highlight=False)
     for sentence in report.sentences():
         console.print(f"- {sentence}", markup=False, highlight=False)
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print what `verify` compared and counted, and a row for each thing that differs.
+
+    Args:
+        report: what it found.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    console = console or Console()
+    console.print(_verdict(report), style="bold", markup=False, highlight=False)
+    console.print(_counts(report), markup=False, highlight=False)
+    if report.ok:
+        return
+    table = Table()
+    for title in ("Differs", "Name", "How", "Comes from"):
+        table.add_column(title, overflow="fold")
+    for difference in report.differences:
+        table.add_row(
+            difference.what,
+            Text(difference.name),
+            Text(difference.detail),
+            Text(origin(difference)),
+        )
+    console.print(table)
+
+
+def origin(difference: Difference) -> str:
+    """Where a difference comes from, in words."""
+    blocks = short_names(difference.blocks)
+    if difference.in_plain_too:
+        return f"plain training, begins in {blocks or 'no block'}"
+    return blocks or "no block alone"
+
+
+def _verdict(report: Report) -> str:
+    if report.ok:
+        return "verify: the checkpointed step is the plain step, bit by bit"
+    num_plain = sum(difference.in_plain_too for difference in report.differences)
+    return (
+        f"verify: {len(report.differences)} values differ between the plain and the checkpointed "
+        f"step ({num_plain} of them between two plain steps, too)"
+    )
+
+
+def _counts(report: Report) -> str:
+    compared = ", ".join(f"{number} {what}" for what, number in report.compared.items())
+    num_recomputed = sum(number > 0 for number in report.recomputes.values())
+    peaks = (report.plain_peak_bytes, report.checkpointed_peak_bytes)
+    plain, ours = ("unknown" if p is None else f"{p / 2**20:.3g} MiB" for p in peaks)
+    return (
+        f"Compared: {compared}. Recomputed: {num_recomputed} of {len(report.recomputes)} blocks, "
+        f"{sum(report.recomputes.values())} times. Peak of the step: {plain} plain, "
+        f"{ours} checkpointed."
+    )
 
 
 def short_names(names: Sequence[str]) -> str:

@@ -145,6 +145,7 @@ def test_core_needs_torch_only(blocked: list[str], loads: bool) -> None:
 PUBLIC = {
     "Block",
     "BlockPlan",
+    "Difference",
     "Handle",
     "OffloadConfig",
     "PartialCheckpoint",
@@ -154,9 +155,11 @@ PUBLIC = {
     "PartialCheckpointStrategy",
     "PeakMemoryMonitor",
     "Plan",
+    "Report",
     "apply_partial_checkpoint",
     "find_blocks",
     "is_recomputing",
+    "verify",
 }
 
 

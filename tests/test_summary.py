@@ -6,12 +6,13 @@ import pytest
 from rich.console import Console
 
 from lightning_ckpt.core.plan import every_n_plan
-from lightning_ckpt.summary import print_plan, short_names
+from lightning_ckpt.core.report import Difference, Report
+from lightning_ckpt.summary import print_plan, print_report, short_names
 
 
-def printed(plan, width: int = 100) -> str:  # type: ignore[no-untyped-def]
+def printed(shown, width: int = 100) -> str:  # type: ignore[no-untyped-def]
     console = Console(file=io.StringIO(), width=width)
-    print_plan(plan, console)
+    (print_report if isinstance(shown, Report) else print_plan)(shown, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -48,3 +49,27 @@ def test_kept_runs_say_so() -> None:
     text = printed(every_n_plan([("a.0", "A"), ("b.0", "B")], 2, None))
     assert "0 of 1" in text
     assert "on the device" in text
+
+
+def test_report_without_differences_is_two_sentences() -> None:
+    text = printed(Report((), {"a.0": 1, "a.1": 0}, {"loss": 1, "gradient": 7}, 2**20, 2**19), 200)
+    assert "the checkpointed step is the plain step, bit by bit" in text
+    assert "Compared: 1 loss, 7 gradient. Recomputed: 1 of 2 blocks, 1 times." in text
+    assert "Peak of the step: 1 MiB plain, 0.5 MiB checkpointed." in text
+    assert "Differs" not in text
+
+
+def test_report_says_what_differs_and_where_from() -> None:
+    differences = (
+        Difference("gradient", "a.0.weight[x]", "off by 1", ("a.0", "a.1", "a.2")),
+        Difference("loss", "loss", "off by 2", (), in_plain_too=True),
+        Difference("state", "norm", "off by 3"),
+    )
+    text = printed(Report(differences, {"a.0": 1}, {"loss": 1}), 200)
+    assert "3 values differ" in text
+    assert "(1 of them between two plain steps, too)" in text
+    assert "unknown plain, unknown checkpointed" in text
+    assert "a.0.weight[x]" in text
+    assert "a.{0-2}" in text
+    assert "plain training, begins in no block" in text
+    assert "no block alone" in text

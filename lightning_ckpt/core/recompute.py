@@ -8,6 +8,7 @@ that torch does not know of.
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -46,6 +47,21 @@ def is_recomputing() -> bool:
     if torch.compiler.is_compiling():
         return False
     return getattr(_depth, "value", 0) > 0
+
+
+_counters: list[Counter[nn.Module]] = []
+
+
+@contextmanager
+def counted_recomputes() -> Iterator[Counter[nn.Module]]:
+    """Count how often each block is computed again, in every thread (compiled code is not seen)."""
+    counts: Counter[nn.Module] = Counter()
+    _counters.append(counts)
+    try:
+        yield counts
+    finally:
+        # By identity: two counters may be equal.
+        _counters[:] = [other for other in _counters if other is not counts]
 
 
 class Options(NamedTuple):
@@ -231,6 +247,8 @@ class _Region:
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is not None:
             return self._first()
+        for counts in _counters:
+            counts[self._module] += 1
         # A block may run backward inside its forward (the gradient of an energy): not settled yet.
         replay = self._replay or self._before.settle()  # type: ignore[union-attr]
         if not self._is_checked:

@@ -97,6 +97,10 @@ def test_full_is_every_block_and_none_is_no_callback(compose_app: Compose) -> No
     assert train.build_all({"checkpoint": config.checkpoint}) == []
 
 
+def test_verify_is_one_key_more(compose_app: Compose) -> None:
+    assert instantiate(compose_app("+checkpoint.verify=true").checkpoint).verify is True
+
+
 @pytest.mark.parametrize("override", ["callbacks=none", "~callbacks", "callbacks=[]"])
 def test_l1_all_callbacks_can_be_removed(override: str, compose_app: Compose) -> None:
     import train

@@ -1,0 +1,330 @@
+"""Break each guard of the core in turn, and show which tests notice:
+
+    python tests/mutations.py              # all of them, about a quarter of an hour
+    python tests/mutations.py random cache
+
+The package and its tests are copied, one line of the copy is changed, and the tests named there run
+on it. A mutation that no test notices is a hole in the tests, and ends the script with an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[1]
+COPIED = ("lightning_ckpt", "tests", "conf", "docs", "examples")
+
+CORE = "lightning_ckpt/core"
+EQUALITY, CALLS = "tests/core/test_equality.py", "tests/core/test_calls.py"
+REPLAY, COUNTS = "tests/core/test_replay.py", "tests/core/test_recompute_counts.py"
+IDENTITY, BAD_INPUT = "tests/core/test_identity.py", "tests/core/test_bad_input.py"
+RULES, TRAINING = (
+    "tests/core/test_transformers_rules.py",
+    "tests/core/test_transformers_training.py",
+)
+VERIFY, SNAPSHOT = "tests/core/test_verify.py", "tests/core/test_snapshot.py"
+OFFLOAD, MEMORY = "tests/core/test_offload.py", "tests/core/test_memory.py"
+MATRIX = "tests/matrix/test_matrix.py"
+
+
+class Mutation(NamedTuple):
+    """One guard, and what breaks it.
+
+    Attributes:
+        name: what the guard is for.
+        file: where it stands.
+        old, new: its line, which stands there once, and what takes its place.
+        tests: what runs on the broken copy.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = [
+    Mutation(
+        "random numbers of torch",
+        f"{CORE}/recompute.py",
+        "result = checkpoint(region, *flat.tensors, use_reentrant=False)",
+        "result = checkpoint(region, *flat.tensors, use_reentrant=False, preserve_rng_state=False)",
+        (EQUALITY,),
+    ),
+    Mutation("buffers", f"{CORE}/state.py", "copies=kept,", "copies=[],", (EQUALITY,)),
+    Mutation(
+        "keyword arguments",
+        f"{CORE}/recompute.py",
+        "args, kwargs = self._build(tensors)",
+        "args, kwargs = self._build(tensors)[0], {}",
+        (CALLS,),
+    ),
+    Mutation(
+        "random numbers of Python and NumPy",
+        f"{CORE}/state.py",
+        "generators=[(g, s) for g, s in self._generators if not is_same(get_state(g), s)],",
+        "generators=[],",
+        (EQUALITY, REPLAY),
+    ),
+    Mutation("attributes", f"{CORE}/state.py", "values=self._values,", "values=[],", (REPLAY,)),
+    Mutation(
+        "what the forward made",
+        f"{CORE}/state.py",
+        "created=[(owner, n) for owner, names in self._names for n in owner.keys() - names],",
+        "created=[],",
+        (REPLAY, EQUALITY),
+    ),
+    Mutation(
+        "watched arguments", f"{CORE}/state.py", "watched=self._watched,", "watched=[],", (REPLAY,)
+    ),
+    Mutation(
+        "state put back after the recompute",
+        f"{CORE}/replay.py",
+        "        for owner, name, value in reversed(exchanged):\n"
+        "            _put(owner, name, value)\n",
+        "",
+        (EQUALITY, REPLAY),
+    ),
+    Mutation(
+        "generators put back after the recompute",
+        f"{CORE}/replay.py",
+        "        for generator, state in generators:\n            set_state(generator, state)\n",
+        "",
+        (EQUALITY,),
+    ),
+    Mutation(
+        "flags of the forward",
+        f"{CORE}/replay.py",
+        "        _set_requires_grad(place.tensor, place.requires_grad)\n        # Lent",
+        "        # Lent",
+        (EQUALITY,),
+    ),
+    Mutation(
+        "surroundings",
+        f"{CORE}/recompute.py",
+        "self._surroundings.run(self._forward, self._module, *args, **kwargs)",
+        "self._forward(self._module, *args, **kwargs)",
+        (REPLAY,),
+    ),
+    Mutation(
+        "no recompute without need",
+        f"{CORE}/recompute.py",
+        "if not _needs_grad(flat.tensors, (module, *given)) or _is_lazy(module):",
+        "if False:",
+        (COUNTS, EQUALITY),
+    ),
+    Mutation(
+        "changes between forward and backward",
+        f"{CORE}/recompute.py",
+        "            check_unchanged(replay, self._module)\n        self._is_checked = False",
+        "            pass\n        self._is_checked = False",
+        (REPLAY,),
+    ),
+    Mutation(
+        "iterators",
+        f"{CORE}/recompute.py",
+        "    _refuse_iterators(module, flat.others)\n",
+        "",
+        (REPLAY,),
+    ),
+    Mutation(
+        "arguments let go",
+        f"{CORE}/recompute.py",
+        "        self._given = None\n        result",
+        "        result",
+        (COUNTS, OFFLOAD, CALLS),
+    ),
+    Mutation(
+        "tracing",
+        f"{CORE}/recompute.py",
+        "if not torch.is_grad_enabled() or torch.jit.is_tracing():",
+        "if not torch.is_grad_enabled():",
+        (REPLAY,),
+    ),
+    Mutation(
+        "caches by keyword",
+        f"{CORE}/_transformers.py",
+        "        dropped.update(dict.fromkeys(named))\n",
+        "",
+        (RULES, TRAINING),
+    ),
+    Mutation(
+        "caches with content",
+        f"{CORE}/_transformers.py",
+        "            _refuse_used(value, block, kwargs)",
+        "            pass",
+        (RULES,),
+    ),
+    Mutation(
+        "the library's own switch",
+        f"{CORE}/_transformers.py",
+        'undo += [_set(module, "gradient_checkpointing", False)] if is_on else []',
+        "pass",
+        (RULES, TRAINING),
+    ),
+    Mutation(
+        "nested plans",
+        f"{CORE}/apply.py",
+        "    _refuse_nested(blocks)\n    if",
+        "    if",
+        (IDENTITY, BAD_INPUT),
+    ),
+    Mutation(
+        "checkpointed by torch",
+        f"{CORE}/apply.py",
+        "    _refuse_checkpointed(module, blocks)\n",
+        "",
+        (IDENTITY, BAD_INPUT),
+    ),
+    Mutation(
+        "class given back",
+        f"{CORE}/swap.py",
+        "        _set_class(block, plain_class(type(block)))",
+        "        pass",
+        (IDENTITY,),
+    ),
+    Mutation(
+        "plain pickles",
+        f"{CORE}/swap.py",
+        '        "__reduce_ex__": _reduce_plainly,\n',
+        "",
+        (IDENTITY,),
+    ),
+    Mutation(
+        "parameters stay on the device",
+        f"{CORE}/offload/targets.py",
+        "        or isinstance(view_base(tensor), nn.Parameter)\n",
+        "",
+        (OFFLOAD,),
+    ),
+    Mutation(
+        "in-place changes of saved inputs",
+        f"{CORE}/offload/targets.py",
+        "if tensor_version(packed.tensor) != packed.version:",
+        "if False:",
+        (OFFLOAD,),
+    ),
+    Mutation(
+        "each storage once",
+        f"{CORE}/live_bytes.py",
+        "if known is not None and known.num_bytes == num_bytes:",
+        "if known is not None and False:",
+        (MEMORY,),
+    ),
+    Mutation(
+        "verify leaves no trace",
+        f"{CORE}/verify.py",
+        "    finally:\n        start.restore()",
+        "    finally:\n        pass",
+        (VERIFY,),
+    ),
+    Mutation(
+        "verify starts from one state",
+        f"{CORE}/step.py",
+        "        self.start.restore()\n        values",
+        "        values",
+        (VERIFY,),
+    ),
+    Mutation(
+        "verify tells noise apart",
+        f"{CORE}/verify.py",
+        "noisy, begins = _noise(step, plain, blocks) if keys else ([], ())",
+        "noisy, begins = [], ()",
+        (VERIFY,),
+    ),
+    Mutation(
+        "verify looks at state",
+        f"{CORE}/step.py",
+        "for path, value in self.start.changes().items():",
+        "for path, value in ():",
+        (VERIFY,),
+    ),
+    Mutation(
+        "verify clears casts",
+        f"{CORE}/step.py",
+        "        torch.clear_autocast_cache()  # or",
+        "        # or",
+        (VERIFY,),
+    ),
+    Mutation(
+        "snapshots look into objects",
+        f"{CORE}/snapshot.py",
+        "own = list(vars(value).items())",
+        "own = list(vars(value).items()) if isinstance(value, nn.Module) else []",
+        (SNAPSHOT, VERIFY),
+    ),
+    Mutation(
+        "snapshots undo changes of containers",
+        f"{CORE}/snapshot.py",
+        "        if not _is_untouched(owner, content):\n            _put(owner, content)",
+        "        pass",
+        (SNAPSHOT,),
+    ),
+]
+
+
+def mutation(name: str) -> Mutation:
+    return next(m for m in MUTATIONS if m.name == name)
+
+
+def copy_repository(folder: Path) -> None:
+    """What the tests need, without what Python has compiled."""
+    for name in COPIED:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+
+
+def red_tests(change: Mutation, folder: Path, *options: str) -> list[str]:
+    """Break the copy in `folder`, run the tests, and mend it; returns the ids of those that fail.
+
+    Raises:
+        ValueError: the line is not there, or not once.
+    """
+    file = folder / change.file
+    text = file.read_text()
+    if text.count(change.old) != 1:
+        raise ValueError(
+            f"{change.name}: {change.file} has its line {text.count(change.old)} times"
+        )
+    file.write_text(text.replace(change.old, change.new))
+    flags = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "pytest", *flags, *options, *change.tests],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        file.write_text(text)
+    if done.returncode not in (0, 1):  # neither passed nor failed: broken in another way
+        return [f"pytest ended with {done.returncode}"]
+    return re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    unnoticed = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy_repository(Path(folder))
+        for change in chosen:
+            red = red_tests(change, Path(folder))
+            print(f"{'red' if red else 'GREEN':6}{change.name}: {len(red)} tests", flush=True)
+            for test in red[:5]:
+                print(f"        {test}")
+            unnoticed += [] if red else [change.name]
+    return len(unnoticed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
