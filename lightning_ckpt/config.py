@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ckpt.core.blocks import check_layers
 from lightning_ckpt.core.offload import read_offload
 from lightning_ckpt.core.plan import check_every_n
+from lightning_ckpt.monitor_settings import MonitorSettings
 
 # Keys that `hydra.utils.instantiate` reads itself.
 _HYDRA_KEYS = {"_target_", "_args_", "_convert_", "_partial_", "_recursive_"}
@@ -66,6 +67,27 @@ class FullCheckpointConfig(PartialCheckpointConfig):
                 f"every_n={self.every_n} contradicts checkpoint=full, which is every_n=1; "
                 f"use checkpoint=partial"
             )
+
+
+@dataclass
+class PeakMemoryConfig:
+    """The arguments of `lightning_ckpt.PeakMemoryMonitor`: the group `monitor`."""
+
+    _target_: str
+    breakdown: bool
+    plot: bool
+    every_n_epochs: int
+    first_steps: int | None
+    snapshot: Any
+    table: bool
+
+    def __post_init__(self) -> None:
+        MonitorSettings(
+            every_n_epochs=self.every_n_epochs,
+            first_steps=self.first_steps,
+            snapshot=self.snapshot,
+            plot=self.plot,
+        )
 
 
 @dataclass
@@ -247,6 +269,8 @@ def check(config: DictConfig) -> None:
         _check_values(group, config.get(group))
     for key, node in _targets(config):
         _check_keys(key, node)
+        if key.startswith("callbacks."):
+            _check_values(key, node)
 
 
 def _targets(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
@@ -328,6 +352,7 @@ _SCHEMAS = {
     "hf_causal_lm": HFCausalLMConfig,
     "text": TextConfig,
     "digits": DigitsConfig,
+    "peak_memory": PeakMemoryConfig,
 }
 for _name, _schema in _SCHEMAS.items():
     ConfigStore.instance().store(group="lightning_ckpt", name=_name, node=_schema)

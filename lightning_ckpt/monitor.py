@@ -1,141 +1,257 @@
-"""`PeakMemoryMonitor`: each training epoch's peak memory, as a logged metric."""
+"""`PeakMemoryMonitor`: each epoch's peak memory and what it was made of, as logged metrics."""
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
-import torch
-from lightning.pytorch.utilities import rank_zero_warn
-from torchmetrics import MaxMetric
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_ckpt.core.memory import peak_tracker
-from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
+from lightning_ckpt import epoch_memory as epochs
+from lightning_ckpt.core.memory import step_source
+from lightning_ckpt.core.resident import ResidentSet
+from lightning_ckpt.core.steps import StepSource
+from lightning_ckpt.epoch_memory import MeasuredEpoch
+from lightning_ckpt.guarded import Guarded
+from lightning_ckpt.monitor_settings import MonitorSettings
+from lightning_ckpt.one_step import OneStep
+from lightning_ckpt.summary import print_epochs
 
-KEY = "memory/peak_allocated_MiB"
-_BYTES_PER_MIB = 2**20
+KEY = epochs.KEY
+VAL_KEY = "memory/val_peak_allocated_MiB"
 
 
 class PeakMemoryMonitor(L.Callback):
-    """Log the peak of allocated memory of each training epoch as `memory/peak_allocated_MiB`.
+    """Log the peak of allocated memory of each training epoch, and what it was made of.
 
-    The figure is the largest number of bytes that were allocated at once in any training step of
-    the epoch, in MiB, the maximum over all ranks. It goes through the module's `log`, so that each
-    logger and the progress bar get it. It covers forward, backward and optimizer step; validation,
-    data loading and other callbacks' hooks between the steps are not in it. Parameters, gradients,
-    optimizer states and batches are.
-
-    On an accelerator it is what torch's allocator counted. Its peak is reset at each epoch's start
-    and after a pause with a higher peak than the steps had: a callback that reads the same counter
-    sees these resets. On a CPU it is the bytes of live tensors, followed operation by operation,
-    which costs about a tenth of a step at
-    a small size (12 blocks of width 256), and more than the step itself on toys.
-
-    `ModelCheckpoint(monitor="memory/peak_allocated_MiB", save_on_train_epoch_end=True)` and
-    `EarlyStopping(..., check_on_train_epoch_end=True)` can use it. Put this callback before an
-    `EarlyStopping` in `callbacks=[...]`: Lightning moves only checkpoint callbacks to the end.
-
-    There is no figure, and a warning says why, on devices that keep no peak (MPS), and on a CPU
-    when something in the module is compiled.
-
-    Example:
         trainer = L.Trainer(callbacks=[PartialCheckpoint(every_n=4), PeakMemoryMonitor()])
+
+    Everything goes through the module's `log`, so that each logger, the progress bar, and
+    `ModelCheckpoint(monitor=..., save_on_train_epoch_end=True)` and `EarlyStopping(...,
+    check_on_train_epoch_end=True)` have it. (Put this callback before an `EarlyStopping` in
+    `callbacks=[...]`: Lightning moves only checkpoint callbacks to the end.)
+
+    `memory/peak_allocated_MiB` is the largest number of bytes that were allocated at once in any
+    training step of the epoch: forward, backward and optimizer step, with parameters, gradients,
+    optimizer states and the batch. Validation, data loading and other callbacks' hooks between the
+    steps are not in it; validation has `memory/val_peak_allocated_MiB`. On an accelerator it is
+    what torch's allocator counted, on a CPU the bytes of live tensors. All keys, what each source
+    sees and misses, and what it costs: `docs/monitor.md`.
+
+    With several ranks a figure is that of the rank with the highest peak, and `summary()` says
+    which one that was. What cannot be read is not logged, a warning says why, and training goes on.
+
+    Args:
+        breakdown: log parameters, gradients, optimizer states, buffers, activations and the rest
+            at the peak too.
+        plot: save `memory.png` at the end of fit, in the trainer's `log_dir` or
+            `default_root_dir`, and send it to loggers that take images. Needs matplotlib.
+        every_n_epochs: measure epochs 0, n, 2n, ...; the others have no figure.
+        first_steps: on a CPU, follow this many steps of an epoch and no more, to save time (at
+            least one with the optimizer's states in place); None: every step.
+        snapshot: on CUDA, True saves torch's own memory snapshot of one step, "oom" of the moment
+            when an out-of-memory error ends the run; open it at https://pytorch.org/memory_viz.
+            "oom" also prints what held the memory then, on every device.
+        table: print a table of the epochs at the end of fit, on rank zero.
+
+    Raises:
+        TypeError, ValueError: an argument is impossible.
+        ModuleNotFoundError: `plot=True` without matplotlib.
     """
 
-    def __init__(self) -> None:
-        self._tracker: PeakTracker | None = None
-        self._num_steps = 0
+    def __init__(
+        self,
+        *,
+        breakdown: bool = True,
+        plot: bool = False,
+        every_n_epochs: int = 1,
+        first_steps: int | None = None,
+        snapshot: bool | str = False,
+        table: bool = True,
+    ) -> None:
+        self.settings = MonitorSettings(
+            breakdown, plot, every_n_epochs, first_steps, snapshot, table
+        )
+        self._steps: Guarded[StepSource] = Guarded(KEY)
+        self._val_steps: Guarded[StepSource] = Guarded(VAL_KEY)
+        self._host: Guarded[ResidentSet] = Guarded("memory/peak_host_MiB")
+        self._one_step = OneStep(plot, snapshot)
+        self._source = "none"
+        self._rows: list[dict[str, Any]] = []
+        self._epoch: MeasuredEpoch  # from the start of training on
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from: "live tensors", "allocation events" or "allocator";
+        "resident set" where only `memory/peak_host_MiB` can be had; "none" before fit."""
+        return self._source
+
+    def summary(self) -> list[dict[str, Any]]:
+        """A row for each measured epoch of the last fit, as plain data: the logged figures in MiB,
+        the parts at the peak, the rank with the highest peak, the source, the plan in force, and
+        the median seconds of a step."""
+        return [dict(row) for row in self._rows]
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop()
-        self._try(lambda: self._start(trainer, pl_module))
+        modules = [pl_module, epochs.model_of(trainer, pl_module)]
+        self._steps.start(lambda: step_source(trainer.strategy.root_device, *modules))
+        if self._steps:
+            self._val_steps.start(lambda: step_source(trainer.strategy.root_device, *modules))
+        self._host.start(ResidentSet)
+        self._one_step.start(trainer)
+        self._rows = []
+        self._name_source()
+        self._begin_epoch(trainer)  # a resumed epoch has no start
 
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._num_steps = 0
-        self._with(lambda tracker: tracker.reset_peak(pl_module, trainer.optimizers))
+        self._begin_epoch(trainer)
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._with(lambda tracker: tracker.resume(batch))
+        if self._epoch.begin_step(trainer, pl_module, self.settings.first_steps):
+            model = epochs.model_of(trainer, pl_module)
+            self._steps.do(lambda source: self._one_step.begin(trainer, model, source))
+            self._steps.do(lambda source: source.begin(model, trainer.optimizers, batch))
+
+    @override
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
+        if self._epoch.follows:
+            self._steps.do(lambda source: source.forward_ended())
+            self._one_step.phase("backward")
+
+    @override
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._epoch.follows:
+            self._steps.do(lambda source: source.backward_ended())
+            self._one_step.phase(None)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        if self._epoch.follows:
+            self._one_step.phase("optimizer")
 
     @override
     def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._epoch.follows:
+            self._steps.do(lambda source: source.end())
+            self._steps.do(lambda source: self._one_step.end(trainer, source))
+        self._host.do(lambda host: host.look())
+        self._epoch.end_step(pl_module)
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._host.do(lambda host: host.pause())
+        self._val_steps.do(lambda source: source.reset())
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._measures_validation(trainer, batch_idx):
+            model = epochs.model_of(trainer, pl_module)
+            self._val_steps.do(lambda source: source.begin(model, trainer.optimizers, batch))
+
+    @override
+    def on_validation_batch_end(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        self._num_steps += 1
-        self._with(lambda tracker: tracker.pause())
+        if self._measures_validation(trainer, batch_idx):
+            self._val_steps.do(lambda source: source.end())
 
     @override
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._with(lambda tracker: tracker.pause())
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._measures_validation(trainer):
+            figures = self._val_steps.do(lambda source: source.figures)
+            own = {epochs.PEAK: figures.peak if figures and figures.num_steps else None}
+            epochs.log(pl_module, epochs.logged(epochs.over_ranks(trainer, own)[0], "val_"))
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._host.do(lambda host: host.resume())
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._steps.do(lambda source: source.abandon())  # Lightning may skip a batch that has begun
+        if not self._epoch.is_measured:
+            return
+        own = epochs.own_figures(
+            self._steps.do(lambda source: source.figures),
+            self._host.do(lambda host: host.peak_bytes) if self._epoch.seconds else None,
+            self._epoch.offloaded,
+            self.settings.breakdown,
+        )
         # Every rank takes part, also one without a figure: the others would wait for it.
-        peak = _maximum_over_ranks(self._peak_mib(), pl_module.device)
-        if peak > 0:
-            # Equal on all ranks by now; Lightning warns each user when it is not told to reduce.
-            pl_module.log(KEY, peak, prog_bar=True, sync_dist=True, reduce_fx="max")
+        figures, rank = epochs.over_ranks(trainer, own)
+        epochs.log(pl_module, epochs.logged(figures))
+        self._name_source()
+        self._rows.append(
+            epochs.epoch_row(figures, self._epoch, rank, self.source, epochs.plan_of(pl_module))
+        )
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.settings.table and self._rows:
+            rank_zero_only(print_epochs)(self._rows)
+        self._one_step.show(trainer, self._rows)
         self._stop()
 
     @override
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
+        model = epochs.model_of(trainer, pl_module)
+        self._steps.do(
+            lambda source: self._one_step.out_of_memory(trainer, model, source, exception)
+        )
         self._stop()
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._stop()
 
-    def _start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._tracker = peak_tracker(trainer.strategy.root_device, pl_module)
-        self._tracker.reset_peak(pl_module, trainer.optimizers)
+    def _begin_epoch(self, trainer: L.Trainer) -> None:
+        is_measured = trainer.current_epoch % self.settings.every_n_epochs == 0
+        self._epoch = MeasuredEpoch(trainer, is_measured)
+        self._steps.do(lambda source: source.reset())
+        self._host.do(lambda host: host.reset_peak())
+        self._host.do(lambda host: host.resume())
 
-    def _peak_mib(self) -> float:
-        """This rank's figure, or 0 where there is none."""
-        self._with(lambda tracker: tracker.pause())
-        if self._tracker is None or self._num_steps == 0:
-            return 0.0
-        return self._tracker.peak_bytes / _BYTES_PER_MIB
+    def _measures_validation(self, trainer: L.Trainer, batch_idx: int = 0) -> bool:
+        is_early = self.settings.first_steps is None or batch_idx < self.settings.first_steps
+        return (
+            trainer.state.fn == TrainerFn.FITTING
+            and not trainer.sanity_checking
+            and self._epoch.is_measured
+            and is_early
+        )
 
-    def _with(self, action: Callable[[PeakTracker], None]) -> None:
-        tracker = self._tracker
-        if tracker is not None:
-            self._try(lambda: action(tracker))
-
-    def _try(self, action: Callable[[], None]) -> None:
-        """A figure that cannot be had must not end a training."""
-        try:
-            action()
-        except PeakUnavailable as error:
-            self._give_up(str(error))
-        except Exception as error:
-            self._give_up(f"it could not be read ({type(error).__name__}: {error})")
-
-    def _give_up(self, reason: str) -> None:
-        rank_zero_warn(f"`PeakMemoryMonitor` logs no {KEY}: {reason}.")
-        self._stop()
+    def _name_source(self) -> None:
+        only_host = "resident set" if self._host else "none"
+        self._source = self._steps.do(lambda source: source.name) or only_host
 
     def _stop(self) -> None:
-        tracker, self._tracker = self._tracker, None
-        if tracker is not None:
-            self._try(tracker.stop)
-
-
-def _maximum_over_ranks(value: float, device: torch.device) -> torch.Tensor:
-    metric = MaxMetric().to(device)
-    metric.update(value)
-    return metric.compute()
+        for instrument in (self._steps, self._val_steps, self._host):
+            instrument.stop()
+        self._one_step.stop()

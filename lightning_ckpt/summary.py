@@ -1,7 +1,8 @@
 """What a person reads in the terminal: the one file that prints."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -161,3 +162,54 @@ def _ranges(numbers: list[int]) -> list[str]:
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(str(number) for number in run)
         for run in runs
     ]
+
+
+def print_epochs(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print the table of `PeakMemoryMonitor`.
+
+    Args:
+        rows: those of its `summary()`.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    table = Table("Epoch", title="Peak memory", title_justify="left", title_style="bold")
+    columns = [column for column in _COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+    for title, _, _ in columns:
+        table.add_column(title, justify="left" if title == "Blocks" else "right")
+    if any(row["rank"] for row in rows):
+        columns = [*columns, ("Rank", "rank", "d")]
+        table.add_column("Rank", justify="right")
+    for row in rows:
+        table.add_row(str(row["epoch"]), *(_cell(row.get(key), form) for _, key, form in columns))
+    (console or Console()).print(table)
+
+
+def print_held(held: Mapping[str, int], rank: int, console: Console | None = None) -> None:
+    """Print what held the memory when it ran out.
+
+    Args:
+        held: bytes by what holds them.
+        rank: of this process.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    title = f"Memory when it ran out (rank {rank})"
+    table = Table("Held by", title=title, title_justify="left", title_style="bold")
+    table.add_column("MiB", justify="right")
+    for name, num_bytes in held.items():
+        table.add_row(name.replace("_", " "), f"{num_bytes / 2**20:,.1f}")
+    table.add_section()
+    table.add_row("all", f"{sum(held.values()) / 2**20:,.1f}")
+    (console or Console()).print(table)
+
+
+# Title, key of a row, format.
+_COLUMNS = (
+    ("Peak MiB", "peak_allocated_MiB", ",.1f"),
+    ("Activations MiB", "activations_MiB", ",.1f"),
+    ("Host MiB", "peak_host_MiB", ",.1f"),
+    ("s/step", "step_s", ".3f"),
+    ("Blocks", "plan", ""),
+)
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -3,12 +3,17 @@
 Public torch has no way to do these things. Each name has a test that fails when it moves.
 """
 
+import gc
+import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd as profiler_calls
+from torch._C import _profiler as profiler_types
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.autograd.profiler import KinetoStepTracker
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -18,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BATCH_STATISTICS",
+    "Allocation",
     "FullyShardedDataParallel",
     "OptimizedModule",
     "TorchDispatchMode",
@@ -26,6 +32,12 @@ __all__ = [
     "fsdp_names",
     "is_compiled",
     "is_fake",
+    "profiler_in_use",
+    "record_memory_history",
+    "save_memory_snapshot",
+    "start_allocation_events",
+    "stop_allocation_events",
+    "stop_memory_history",
     "tensor_version",
     "view_base",
 ]
@@ -87,3 +99,85 @@ def is_compiled(value: Any) -> bool:
         and hasattr(value, "_torchdynamo_orig_callable")
         and not getattr(value, "_torchdynamo_disable", False)
     )
+
+
+class Allocation(NamedTuple):
+    """One event of torch's CPU allocator: at `time` (`time.time_ns`) `num_bytes` came to `address`,
+    or went from there where the number is negative."""
+
+    time: int
+    address: int
+    num_bytes: int
+
+
+def profiler_in_use() -> bool:
+    """Whether a profiler of torch's runs, or is about to.
+
+    A `torch.profiler.profile` with a schedule prepares itself some steps before it runs. To start
+    and stop another one meanwhile ends the process (a segmentation fault in torch 2.13), and no
+    call tells of it. But a `profile` object makes an entry in the step tracker, and where there is
+    one (it stays after `stop`, and goes at the end of a `with`) we look for a live object.
+    """
+    if profiler_calls._profiler_enabled():
+        return True
+    if torch.profiler.profiler.PROFILER_STEP_NAME not in KinetoStepTracker._step_dict:
+        return False
+    return any(issubclass(type(found), torch.profiler.profile) for found in gc.get_objects())
+
+
+def start_allocation_events() -> None:
+    """Let torch's profiler record allocations and nothing else (`torch.profiler` records each
+    operator too). Look at `profiler_in_use` before."""
+    config = profiler_types.ProfilerConfig(
+        profiler_types.ProfilerState.KINETO,
+        False,  # record_shapes
+        True,  # profile_memory
+        False,  # with_stack
+        False,  # with_flops
+        False,  # with_modules
+        profiler_types._ExperimentalConfig(),
+    )
+    activities = {profiler_types.ProfilerActivity.CPU}
+    # Torch 2.13 prints a line at each start and stop, unless it is told before the first.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    profiler_calls._prepare_profiler(config, activities)
+    # Operators have another scope; of this one there are a few events in a step.
+    scopes = {profiler_types.RecordScope.USER_SCOPE}
+    profiler_calls._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
+
+
+def stop_allocation_events() -> list[Allocation] | None:
+    """What was recorded since the start, in order; None if somebody else's profiler ran meanwhile
+    (it works, ours is gone)."""
+    if not profiler_calls._profiler_enabled():
+        return None
+    result = profiler_calls._disable_profiler()
+    events = _all_events(result.experimental_event_tree())
+    return sorted(
+        Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+        for event in events
+        if event.tag == profiler_types._EventType.Allocation
+        and event.extra_fields.device.type == "cpu"
+    )
+
+
+def _all_events(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _all_events(event.children)
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Let CUDA's allocator keep its newest events; torch documents these three with a leading
+    underscore (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html)."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def save_memory_snapshot(path: str) -> None:
+    """Write what `record_memory_history` kept, for the viewer."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def stop_memory_history() -> None:
+    """End `record_memory_history`."""
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -89,6 +89,11 @@ class Handle:
         """The blocks themselves, in the plan's order; none after removal."""
         return list(self._blocks)
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that were moved out to the offload target since the plan was put in force."""
+        return 0 if self.offloader is None else self.offloader.report().out_bytes
+
     def __enter__(self) -> "Handle":
         return self
 
@@ -103,6 +108,12 @@ class Handle:
     def __repr__(self) -> str:
         state = "in force" if self._blocks else "removed"
         return f"<Handle: {self.plan.num_recomputed} of {len(self.plan)} blocks, {state}>"
+
+
+def handles_in_force(module: nn.Module) -> list[Handle]:
+    """The handles that rule blocks inside `module`, each once, in the order of its modules."""
+    newest = (_told[part][-1].handle() for part in module.modules() if _told.get(part))
+    return list(dict.fromkeys(handle for handle in newest if handle is not None))
 
 
 def apply_partial_checkpoint(

@@ -1,16 +1,17 @@
 """Live tensor bytes in host memory, followed operation by operation."""
 
-import dataclasses
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable
+from time import time_ns
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from lightning_ckpt.core._torch import TorchDispatchMode, coo_parts
+from lightning_ckpt.core._torch import TorchDispatchMode
+from lightning_ckpt.core.breakdown import Event
+from lightning_ckpt.core.holders import parts_of, storages_of, tensors_in, wraps_tensors
 from lightning_ckpt.core.peak import PeakTracker
 
 
@@ -43,12 +44,30 @@ class LiveBytes(PeakTracker):
     def current_bytes(self) -> int:
         return self._mode.live
 
+    def record(self) -> list[Event]:
+        """Keep what comes and goes from here on, in the list that is returned, which begins with
+        what is live now."""
+        self._mode.events = self._mode.live_events()
+        return self._mode.events
+
+    def end_record(self) -> None:
+        """Keep no more events."""
+        self._mode.events = None
+
+    def name(self, kind: str, tensor: Tensor) -> None:
+        """Say what a plain tensor is, and count it in if it is new."""
+        self._mode.see(tensor)
+        for storage in storages_of(tensor):
+            if (known := self._mode.known(storage)) is not None:
+                known.kind = kind
+
 
 class _Counted(weakref.ref[torch.UntypedStorage]):
     """A storage that is counted in, and by how many bytes."""
 
-    __slots__ = ("key", "num_bytes")
+    __slots__ = ("key", "kind", "num_bytes")
     key: int
+    kind: str | None
     num_bytes: int
 
 
@@ -70,6 +89,7 @@ class _CountingMode(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.on = False
+        self.events: list[Event] | None = None
         # By `id`, which is stable: torch keeps the Python object as long as the storage lives.
         self._counted: dict[int, _Counted] = {}
 
@@ -89,23 +109,23 @@ class _CountingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # DTensor and the like go first, and come back here with operations on plain tensors.
-        if types and any(map(_wraps_tensors, types)):
+        if types and any(map(wraps_tensors, types)):
             return NotImplemented
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if self.on:
+        if self.on and func not in _VIEWS:
             # Arguments too: what nothing named and nothing made in here is met as an argument.
             self._see_all(args)
             if kwargs:
                 self._see_all(kwargs.values())
             if isinstance(result, Tensor):
-                self._see(result)
+                self.see(result)
             elif isinstance(result, (tuple, list)):
                 self._see_all(result)
         return result
 
     def count(self, holder: Any) -> None:
-        for tensor in _tensors_in(holder, {}):
-            self._see(tensor)
+        for tensor in tensors_in(holder):
+            self.see(tensor)
 
     def forget(self) -> None:
         self._counted.clear()  # a dead weak reference does not call back
@@ -113,15 +133,15 @@ class _CountingMode(TorchDispatchMode):
     def _see_all(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._see(value)
+                self.see(value)
             elif isinstance(value, (tuple, list)):
                 self._see_all(value)
 
-    def _see(self, tensor: Tensor) -> None:
+    def see(self, tensor: Tensor) -> None:
         try:
             storage = tensor.untyped_storage()
         except RuntimeError:  # sparse: its parts have storages; opaque layouts: unknown
-            self._see_all(_parts(tensor))
+            self._see_all(parts_of(tensor))
             return
         num_bytes = storage.nbytes()
         known = self._counted.get(id(storage))
@@ -131,16 +151,54 @@ class _CountingMode(TorchDispatchMode):
             if storage.device.type != "cpu":  # fake and meta tensors too
                 return
             known = self._counted[id(storage)] = _Counted(storage, self._died)
-            known.key = id(storage)
-            known.num_bytes = 0
-        self.live += num_bytes - known.num_bytes
+            known.key, known.kind, known.num_bytes = id(storage), None, 0
+        self._change(known, num_bytes - known.num_bytes)
         known.num_bytes = num_bytes
-        self.peak = max(self.peak, self.live)
+
+    def known(self, storage: torch.UntypedStorage) -> _Counted | None:
+        return self._counted.get(id(storage))
+
+    def live_events(self) -> list[Event]:
+        now = time_ns()
+        return [(counted, counted.num_bytes, now) for counted in self._counted.values()]
 
     def _died(self, dead: _Counted) -> None:
-        del self._counted[dead.key]
-        self.live -= dead.num_bytes
+        if self._counted.get(dead.key) is dead:  # not forgotten meanwhile
+            del self._counted[dead.key]
+            self._change(dead, -dead.num_bytes)
 
+    def _change(self, counted: _Counted, num_bytes: int) -> None:
+        self.live += num_bytes
+        if self.live > self.peak:
+            self.peak = self.live
+        if self.events is not None:
+            self.events.append((counted, num_bytes, time_ns()))
+
+
+aten = torch.ops.aten
+
+# Half of all operations of a step only look at a storage in another way, and there is nothing to
+# see in them. (What nothing named is seen when something reads the view.) `is_view` of an operator
+# would not do: in inference mode `reshape` comes here, which may copy.
+_VIEWS = frozenset(
+    (
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.dim,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unbind.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    )
+)
 
 _entered: list[_CountingMode] = []  # those on torch's stack, the lowest first
 
@@ -153,58 +211,3 @@ def _idle_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle_after_fork)
-
-
-def _wraps_tensors(kind: type) -> bool:
-    """Whether it is a wrapper subclass, by the protocol that `torch.compile` asks of them."""
-    return hasattr(kind, "__tensor_flatten__")
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a sparse tensor is made of."""
-    if tensor.layout == torch.sparse_coo:
-        return list(coo_parts(tensor))
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
-
-
-def _tensors_in(holder: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    if id(holder) in seen:
-        return
-    seen[id(holder)] = holder
-    if isinstance(holder, Tensor):
-        yield from _plain(holder)
-        if holder.is_leaf and holder.grad is not None:
-            yield from _plain(holder.grad)
-        return
-    for item in _items(holder):
-        yield from _tensors_in(item, seen)
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """A wrapper subclass (DTensor) has the size of the whole; what it holds here is inside it."""
-    if _wraps_tensors(type(tensor)):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for inner in (getattr(tensor, name) for name in names):
-            if isinstance(inner, Tensor):
-                yield from _plain(inner)
-    else:
-        yield tensor
-
-
-def _items(holder: Any) -> Iterator[Any]:
-    if isinstance(holder, nn.Module):
-        yield from holder.parameters()
-        yield from holder.buffers()
-    elif isinstance(holder, Optimizer):
-        yield holder.param_groups
-        yield holder.state
-    elif isinstance(holder, Mapping):
-        yield from holder.values()
-    elif isinstance(holder, (Sequence, Set)) and not isinstance(holder, (str, bytes)):
-        yield from holder
-    elif dataclasses.is_dataclass(holder) and not isinstance(holder, type):
-        yield from vars(holder).values()

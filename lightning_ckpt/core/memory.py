@@ -21,9 +21,33 @@ import torch
 from torch import nn
 
 from lightning_ckpt.core._torch import OptimizedModule, is_compiled
+from lightning_ckpt.core.allocations import AllocationSteps
 from lightning_ckpt.core.allocator import AllocatorPeak
+from lightning_ckpt.core.device_steps import DeviceSteps
 from lightning_ckpt.core.live_bytes import LiveBytes
 from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
+from lightning_ckpt.core.steps import LiveSteps, StepSource
+
+
+def step_source(device: torch.device | str, *modules: nn.Module) -> StepSource:
+    """Make what follows training steps on `device`.
+
+    On a CPU it is a dispatch mode; where something in `modules` is compiled it is the allocation
+    events of torch's profiler, since compiled code would run uncompiled under a mode.
+
+    Args:
+        device: where the training runs.
+        modules: all that will be run while it measures.
+
+    Raises:
+        PeakUnavailable: the device keeps no peak (MPS, devices that torch does not know).
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        return DeviceSteps(device)
+    if any(map(_find_compiled, modules)):
+        return AllocationSteps()
+    return LiveSteps()
 
 
 def peak_tracker(device: torch.device | str, *modules: nn.Module) -> PeakTracker:

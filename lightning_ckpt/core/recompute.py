@@ -25,6 +25,7 @@ from lightning_ckpt.core.compiled import warn_of_offload
 from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
+from lightning_ckpt.core.watchers import watched
 
 Forward = Callable[..., Any]
 
@@ -68,12 +69,12 @@ class Options(NamedTuple):
     """What is known of a block before it is called.
 
     Attributes:
-        saving: makes the context, for a block, in which its arguments are saved for backward;
+        saved_inputs: makes the context, for a block, in which its arguments are saved for backward;
             None: they stay where they are.
         takes_caches: whether Transformers may give it key-value caches.
     """
 
-    saving: Callable[[nn.Module], AbstractContextManager[Any]] | None
+    saved_inputs: Callable[[nn.Module], AbstractContextManager[Any]] | None
     takes_caches: bool
 
 
@@ -122,7 +123,7 @@ def _traced(
     """
     if not torch.is_grad_enabled():
         return forward(module, *args, **kwargs)
-    if options.saving is not None:  # hooks on saved tensors do not reach into compiled code
+    if options.saved_inputs is not None:  # hooks on saved tensors do not reach into compiled code
         warn_of_offload(type(module).__qualname__)
         return _eager(module, forward, args, kwargs, options)
     if names := _changeable_buffers(module):
@@ -186,7 +187,7 @@ def _eager(
     _refuse_iterators(module, flat.others)
     before = Before(module, flat.others)
     region = _Region(module, forward, args, kwargs, flat, before)
-    with options.saving(module) if options.saving else nullcontext():
+    with options.saved_inputs(module) if options.saved_inputs else nullcontext():
         result = checkpoint(region, *flat.tensors, use_reentrant=False)
     for tensor in (result,) if isinstance(result, Tensor) else flatten(result).tensors:
         if tensor.grad_fn is not None:
@@ -255,7 +256,7 @@ class _Region:
             check_unchanged(replay, self._module)
         self._is_checked = False
         args, kwargs = self._build(tensors)
-        with _recomputing(), replayed(replay, self._modules):
+        with _recomputing(self._module), replayed(replay, self._modules):
             self._surroundings.run(self._forward, self._module, *args, **kwargs)
 
     def check(self, grad: Tensor) -> None:
@@ -276,9 +277,10 @@ class _Region:
 
 
 @contextmanager
-def _recomputing() -> Iterator[None]:
+def _recomputing(module: nn.Module) -> Iterator[None]:
     _depth.value = getattr(_depth, "value", 0) + 1
     try:
-        yield
+        with watched(module):
+            yield
     finally:
         _depth.value -= 1

@@ -92,8 +92,8 @@ def _subclass(base: type[nn.Module], action: Action, offloads: bool, own_forward
             that of the class: then ours is a property, which comes first, and calls it. (Dynamo
             follows a plain function better, so it is that otherwise.)
     """
-    saving_inputs = functools.partial(saving, is_recomputed=True) if offloads else None
-    options = Options(saving_inputs, _transformers.is_of_library(base))
+    saved_inputs = functools.partial(saving, is_recomputed=True) if offloads else None
+    options = Options(saved_inputs, _transformers.is_of_library(base))
     is_function = isinstance(inspect.getattr_static(base, "forward"), types.FunctionType)
 
     def plain_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

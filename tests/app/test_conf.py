@@ -41,9 +41,10 @@ def test_each_file_composes_and_makes_its_objects(
     group: str, choice: str, compose_app: Compose
 ) -> None:
     partner = [PARTNER[choice]] if choice in PARTNER else []
-    config = compose_app(f"{group}={choice}", *partner)
+    place = "monitor@callbacks.peak_memory" if group == "monitor" else group
+    config = compose_app(f"{place}={choice}", *partner)
     check(config)
-    node = config[group]
+    node = config.callbacks.peak_memory if group == "monitor" else config[group]
     nodes = node.values() if group in ("callbacks", "logger") else [node] if node else []
     assert all(instantiate(each) is not None for each in nodes)
 
@@ -232,3 +233,28 @@ def test_trains_with_a_strategy(compose_app: Compose, capsys: pytest.CaptureFixt
 
     assert train.main(compose_app(*TINY, "strategy=single_device")) is not None
     assert "2 of 3" in capsys.readouterr().out
+
+
+def test_monitor_is_chosen_and_changed_from_the_command_line(compose_app: Compose) -> None:
+    config = compose_app(
+        "monitor@callbacks.peak_memory=full", "callbacks.peak_memory.every_n_epochs=3"
+    )
+    check(config)
+    monitor = instantiate(config.callbacks.peak_memory)
+    assert monitor.settings.plot
+    assert monitor.settings.snapshot == "oom"
+    assert monitor.settings.every_n_epochs == 3
+    assert not monitor.settings.table  # the app has one
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("every_n_epochs=0", "callbacks.peak_memory.every_n_epochs must be at least 1, got 0"),
+        ("snapshot=never", "callbacks.peak_memory.snapshot='never' is not known"),
+        ("first_steps=0", "callbacks.peak_memory.first_steps must be at least 1"),
+    ],
+)
+def test_impossible_monitor_is_refused(override: str, message: str, compose_app: Compose) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(compose_app(f"callbacks.peak_memory.{override}"))

@@ -328,7 +328,10 @@ def test_the_peak_is_that_of_the_first_blocks_backward() -> None:
 
     def peak(offload: Any, from_first_block: bool) -> int:
         model.zero_grad(set_to_none=True)
-        with apply_partial_checkpoint(model, offload=offload), track_peak(model, x) as tracker:
+        with (
+            apply_partial_checkpoint(model, offload=offload) as handle,
+            track_peak(model, x) as tracker,
+        ):
 
             def reset(grad: Tensor) -> None:
                 if from_first_block:
@@ -337,7 +340,10 @@ def test_the_peak_is_that_of_the_first_blocks_backward() -> None:
             hook = model.layers[0].register_forward_hook(
                 lambda module, args, result: result.register_hook(reset) and None
             )
-            model(x).sum().backward()
+            loss = model(x).sum()
+            if handle.offloader is not None:
+                handle.offloader.settle()  # on a busy machine a copy may take longer than a block
+            loss.backward()
             hook.remove()
         return tracker.peak_bytes
 
@@ -672,7 +678,7 @@ def test_compiled_code_around_and_inside(part: str, scope: Any) -> None:
         ours = train(model, lambda _: called(inputs()).pow(2).mean().backward())
         report = offloader_of(handle).report()
     assert_same(ours, plain)
-    assert report.in_bytes > 0
+    assert report.out_bytes > 0
     said = [str(w.message) for w in caught if "offloaded" in str(w.message)]
     assert bool(said) == (part != "inside")
 

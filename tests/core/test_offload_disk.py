@@ -58,7 +58,8 @@ def no_space(*args: Any) -> int:
 
 def assert_named(error: BaseException, directory: Path, number: int | None) -> None:
     assert isinstance(error, OSError)
-    assert error.errno == number
+    if number is not None:
+        assert os.strerror(number) in str(error)
     assert str(directory) in str(error)
     assert f"{BYTES} bytes" in str(error)
 
@@ -138,8 +139,9 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
+    assert "OSError" in done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"OSError: [Errno {errno.EFBIG}]")
+    assert os.strerror(errno.EFBIG) in last
     assert "4096 bytes" in last
     assert str(tmp_path) in last
     assert list(tmp_path.iterdir()) == []

@@ -247,6 +247,19 @@ def test_a_failed_copy_is_raised_once_and_the_tensor_stays() -> None:
     assert ask(scheduler.save(scheduler.open_call(), tensor(2))) == 2
 
 
+def test_copies_that_fail_together_are_one_error() -> None:
+    target = FakeTarget(delay=1)
+    scheduler = Scheduler(target, prefetch=0, keep_last=0)
+    call = scheduler.open_call()
+    places = [scheduler.save(call, tensor(number)) for number in range(3)]
+    target.fails = True
+    with pytest.raises(OSError, match="no space"):
+        scheduler.settle()
+    target.fails = False
+    scheduler.settle()
+    assert [ask(place) for place in places] == [0, 1, 2]
+
+
 def test_forwards_without_backward_leave_nothing() -> None:
     target = FakeTarget()
     scheduler = Scheduler(target, prefetch=1, keep_last=1)

@@ -1,6 +1,9 @@
 """Each private torch name still means what `_torch.py` takes it for."""
 
 import copyreg
+import gc
+import inspect
+import time
 import types
 
 import pytest
@@ -112,3 +115,35 @@ def test_names_that_fsdp_manages(use_orig_params: bool, gloo: None) -> None:
     assert names == parts | {(model, "_flat_param")}
     assert ("_flat_param" in model._parameters) is not use_orig_params
     assert set(_torch.fsdp_names(nn.Linear(2, 2).modules())) == set()
+
+
+def test_allocation_events_are_of_this_process_and_in_order() -> None:
+    assert not _torch.profiler_in_use()
+    _torch.start_allocation_events()
+    assert _torch.profiler_in_use()
+    kept = torch.ones(1000)
+    address = kept.data_ptr()
+    del kept
+    events = _torch.stop_allocation_events()
+    assert events is not None
+    assert [e.num_bytes for e in events if e.address == address][:2] == [4000, -4000]
+    assert events == sorted(events)
+    assert abs(events[0].time - time.time_ns()) < 60e9  # the same clock
+    assert _torch.stop_allocation_events() is None
+
+
+def test_profilers_that_are_not_running_yet_are_known() -> None:
+    waiting = torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1))
+    waiting.start()
+    assert not torch.autograd._profiler_enabled()
+    assert _torch.profiler_in_use()
+    waiting.stop()
+    del waiting
+    gc.collect()
+    assert not _torch.profiler_in_use()
+
+
+def test_memory_history_has_its_names() -> None:
+    assert callable(torch.cuda.memory._dump_snapshot)
+    parameters = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert {"enabled", "max_entries"} <= set(parameters)

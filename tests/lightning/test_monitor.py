@@ -16,18 +16,17 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lit_helpers import trainer_of
+from monitor_helpers import ROW, Device, Net, Recorder, Rows, fit, num_modes, trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_ckpt import PeakMemoryMonitor, monitor
-from lightning_ckpt.core.allocator import AllocatorPeak
-from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
+from lightning_ckpt.core.breakdown import PARTS, StepFigures
+from lightning_ckpt.core.device_steps import DeviceSteps
+from lightning_ckpt.core.peak import PeakUnavailable
+from lightning_ckpt.core.steps import StepSource
 from lightning_ckpt.monitor import KEY
-
-KIB = 1 / 1024  # MiB
-ROW = 256  # float32 in a KiB
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
@@ -37,83 +36,11 @@ pytestmark = [
 ]
 
 
-def num_modes() -> int:
-    return torch._C._len_torch_dispatch_stack()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_left_on() -> Iterator[None]:
     yield
     assert num_modes() == 0
     assert not is_in_torch_dispatch_mode()
-
-
-class Rows(Dataset[Tensor]):
-    """Rows of 1 KiB; says in its data whether it was made under a dispatch mode."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((ROW,), float(num_modes()))
-
-
-class Net(L.LightningModule):
-    """One weight of 256 KiB. `extra` are KiB that each training step holds for a moment."""
-
-    def __init__(self, extra: int = 0, batch_size: int = 4) -> None:
-        super().__init__()
-        self.layer = nn.Linear(ROW, ROW, bias=False)
-        self.extra = extra
-        self.batch_size = batch_size
-        self.fail_at = -1
-        self.val_extra = 0
-
-    def loader(self) -> DataLoader[Tensor]:
-        return DataLoader(Rows(4 * self.batch_size), batch_size=self.batch_size)
-
-    train_dataloader = loader
-    val_dataloader = loader
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert batch.max() == 0, "the loader ran under the mode"
-        torch.ones(self.extra * ROW)
-        if batch_idx == self.fail_at:
-            raise ZeroDivisionError
-        return self.layer(batch).square().mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        assert num_modes() == 0
-        torch.ones(self.val_extra * ROW)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
-
-
-class Recorder(L.Callback):
-    """What a callback that comes after the monitor sees at each epoch's end, in KiB."""
-
-    def __init__(self) -> None:
-        self.seen: list[float | None] = []
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        value = trainer.callback_metrics.get(KEY)
-        self.seen.append(None if value is None else float(value) / KIB)
-
-
-def trainer(path: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {"log_every_n_steps": 1, "default_root_dir": path}
-    return trainer_of(*callbacks, **(defaults | settings))
-
-
-def fit(path: Path, model: L.LightningModule | None = None, **settings: Any) -> list[float | None]:
-    recorder = Recorder()
-    callbacks = [PeakMemoryMonitor(), *settings.pop("callbacks", []), recorder]
-    trainer(path, *callbacks, **settings).fit(model or Net())
-    return recorder.seen
 
 
 # --- the figure
@@ -331,85 +258,77 @@ def test_weights_are_those_of_a_run_without(tmp_path: Path) -> None:
     assert torch.equal(*weights)
 
 
-def test_compiled_module_has_a_warning_and_no_figure(tmp_path: Path) -> None:
-    model = Net()
-    model.layer.compile(backend="eager")
-    with pytest.warns(UserWarning, match=f"logs no {KEY}: layer .* is compiled"):
-        assert fit(tmp_path, model) == [None, None]
-
-
-class Broken(PeakTracker):
+class Broken(StepSource):
     """Fails in one method, as a device that is lost would."""
 
-    peak_bytes = current_bytes = 2**20
+    name = "broken"
+    current_bytes = 0
     stopped = False
 
     def __init__(self, method: str) -> None:
+        super().__init__()
         self.method = method
 
     def _call(self, method: str) -> None:
         if method == self.method:
             raise RuntimeError("the device is lost")
 
-    def resume(self, *holders: Any) -> None:
-        self._call("resume")
+    def reset(self) -> None:
+        super().reset()
+        self._call("reset")
 
-    def pause(self) -> None:
-        self._call("pause")
+    def begin(self, *_: Any) -> None:
+        self._call("begin")
 
-    def reset_peak(self, *holders: Any) -> None:
-        self._call("reset_peak")
+    def forward_ended(self) -> None:
+        self._call("forward_ended")
+
+    def backward_ended(self) -> None:
+        self._call("backward_ended")
+
+    def end(self) -> None:
+        self._call("end")
+        self.figures.add(StepFigures(2**20, dict.fromkeys(PARTS, 0)))
+
+    def abandon(self) -> None:
+        self._call("abandon")
 
     def stop(self) -> None:
         self.stopped = True
         self._call("stop")
 
 
-@pytest.mark.parametrize("method", ["resume", "pause", "reset_peak", "stop"])
+METHODS = ["reset", "begin", "forward_ended", "backward_ended", "end", "abandon", "stop"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_failing_source_warns_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     broken = Broken(method)
-    monkeypatch.setattr(monitor, "peak_tracker", lambda device, *modules: broken)
+    sources = iter([broken, Broken("none")])  # of training, of validation
+    monkeypatch.setattr(monitor, "step_source", lambda device, *modules: next(sources))
     with pytest.warns(UserWarning, match="the device is lost") as caught:
         seen = fit(tmp_path)
     assert seen == ([1024, 1024] if method == "stop" else [None, None])
-    assert len([w for w in caught if KEY in str(w.message)]) == 1
+    assert len([w for w in caught if "the device is lost" in str(w.message)]) == 1
     assert broken.stopped
 
 
 def test_device_without_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unavailable(device: torch.device, *modules: nn.Module) -> PeakTracker:
+    def unavailable(device: torch.device, *modules: nn.Module) -> StepSource:
         raise PeakUnavailable("torch keeps no peak on it")
 
-    monkeypatch.setattr(monitor, "peak_tracker", unavailable)
-    logger = CSVLogger(tmp_path)
+    monkeypatch.setattr(monitor, "step_source", unavailable)
+    peak, recorder = PeakMemoryMonitor(), Recorder()
     with pytest.warns(UserWarning, match=f"logs no {KEY}: torch keeps no peak on it"):
-        assert fit(tmp_path, logger=logger) == [None, None]
-    assert not (Path(logger.log_dir) / "metrics.csv").exists()  # no key, not even with a zero
+        trainer(tmp_path, peak, recorder).fit(Net())
+    # No key, not even with a zero.
+    assert [set(row) for row in recorder.rows] == [{"peak_host", "offloaded"}] * 2
+    assert peak.source == "resident set"
 
 
 # --- a device
-
-
-class Device:
-    """An allocator's counters, in bytes."""
-
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-
-    def set(self, kib: int) -> None:
-        self.live = kib * 1024
-        self.peak = max(self.peak, self.live)
-
-    def memory_allocated(self, device: Any) -> int:
-        return self.live
-
-    def max_memory_allocated(self, device: Any) -> int:
-        return self.peak
-
-    def reset_peak_memory_stats(self, device: Any) -> None:
-        self.peak = self.live
 
 
 class OnDevice(Net):
@@ -432,7 +351,7 @@ def test_device_peaks_of_each_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     device.set(5000)
     device.set(50)
     monkeypatch.setattr(
-        monitor, "peak_tracker", lambda *_: AllocatorPeak(torch.device("cuda"), device)
+        monitor, "step_source", lambda *_: DeviceSteps(torch.device("cuda"), device)
     )
     assert fit(tmp_path, OnDevice(device), val_check_interval=2) == [600, 500]
 
@@ -469,7 +388,7 @@ class OneRankHasNone(PeakMemoryMonitor):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.global_rank == 0:
-            self._give_up("it broke")
+            self._steps.give_up("it broke")
 
 
 def fit_two_ranks(path: Path, peak: PeakMemoryMonitor) -> list[list[float]]:

@@ -45,7 +45,6 @@ class Slot:
         self.is_out = False  # the copy at the target is complete
         self.is_wanted = False  # expected to be asked for soon
         self.held: torch.UntypedStorage | None = None  # restored
-        self.restored: weakref.ref[torch.UntypedStorage] | None = None
         self.num_pending = 0  # times that it was saved and not yet asked for
         self.last_call: weakref.ref[Call] | None = None
 
@@ -318,24 +317,34 @@ class Scheduler:
         return is_late or self._leaving_bytes - newest.num_bytes > _MOST_LEAVING_BYTES
 
     def _end_oldest(self) -> None:
-        """Wait for the oldest copy out, and let its source go."""
-        leaving = self._leaving.popleft()
+        """Wait for the oldest copy out, and let its source go. If it failed, the others under way
+        are ended too: one failure ends one step, and not the next one as well."""
+        error = self._end(self._leaving.popleft())
+        if error is not None:
+            while self._leaving:
+                self._end(self._leaving.popleft())
+            raise error
+
+    def _end(self, leaving: _Leaving) -> OSError | None:
+        """Wait for a copy out; returns why it failed."""
         self._leaving_bytes -= leaving.num_bytes
         slot = leaving.slot()
         start = time.perf_counter()
         try:
             leaving.parcel.finish()
-        except OSError:
+        except OSError as error:
             if slot is None:  # its graph was dropped: nobody needs it
-                return
+                return None
             slot.parcel = None  # the tensor is still here
             leaving.parcel.discard()
-            raise
-        self.counts.seconds_waited += time.perf_counter() - start
+            return error
+        finally:
+            self.counts.seconds_waited += time.perf_counter() - start
         if slot is not None:
             slot.is_out = True
             if not slot.is_wanted:
                 slot.source.let_go()
+        return None
 
     # --- in
 
@@ -373,10 +382,7 @@ class Scheduler:
 
     def _bring(self, slot: Slot, ahead: bool) -> None:
         """Start to bring its bytes back, if they are not here."""
-        if slot.source.tensor is not None or slot.source.is_changed or slot.arrival is not None:
-            return
-        slot.held = slot.held or self._restored(slot)
-        if slot.held is not None:
+        if not slot.is_away() or slot.source.is_changed:
             return
         assert slot.parcel is not None
         slot.arrival = slot.parcel.fetch()
@@ -385,9 +391,6 @@ class Scheduler:
             self.counts.num_ahead += 1
         else:
             self.counts.num_on_demand += 1
-
-    def _restored(self, slot: Slot) -> torch.UntypedStorage | None:
-        return slot.restored() if slot.restored is not None else None
 
     def _storage_of(self, slot: Slot) -> torch.UntypedStorage:
         slot.source.check()
@@ -404,6 +407,5 @@ class Scheduler:
             slot.held = slot.arrival.wait()
             self.counts.seconds_waited += time.perf_counter() - start
             slot.arrival = None
-            slot.restored = weakref.ref(slot.held)
         assert slot.held is not None
         return slot.held
