@@ -83,6 +83,8 @@ def origin(difference: Difference) -> str:
 
 
 def _verdict(report: Report) -> str:
+    if report.ok and not any(report.recomputes.values()):
+        return "verify: the two steps are the same, but no block was seen to be computed again"
     if report.ok:
         return "verify: the checkpointed step is the plain step, bit by bit"
     num_plain = sum(difference.in_plain_too for difference in report.differences)

@@ -73,3 +73,8 @@ def test_report_says_what_differs_and_where_from() -> None:
     assert "a.{0-2}" in text
     assert "plain training, begins in no block" in text
     assert "no block alone" in text
+
+
+def test_report_of_nothing_recomputed_says_so() -> None:
+    """All blocks frozen, or under no_grad: equal, and nothing was shown."""
+    assert "no block was seen to be computed again" in printed(Report((), {"a.0": 0}), 200)

@@ -6,13 +6,14 @@ Public torch has no way to do these things. Each name has a test that fails when
 import gc
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd as profiler_calls
 from torch._C import _profiler as profiler_types
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._functorch import config as _compiler_config
 from torch.autograd.profiler import KinetoStepTracker
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -27,7 +28,9 @@ __all__ = [
     "FullyShardedDataParallel",
     "OptimizedModule",
     "TorchDispatchMode",
+    "checkpoint_around",
     "checkpointed_by_torch",
+    "compiler_memory_budget",
     "coo_parts",
     "fsdp_names",
     "is_compiled",
@@ -57,6 +60,25 @@ def checkpointed_by_torch(module: nn.Module) -> str | None:
     if "checkpoint" in (_get_registry(module) or ()):
         return "the composable checkpoint API"
     return None
+
+
+def checkpoint_around() -> Literal["non-reentrant", "reentrant"] | None:
+    """Which form of torch's checkpoint recomputes, or will recompute, the code that asks, if any.
+
+    The non-reentrant one shows by its hooks, in forward and in the recompute. The reentrant one
+    runs without gradients in forward; its recompute is a forward in the middle of a backward pass.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return "reentrant" if torch._C._current_graph_task_id() != -1 else None
+    name: str = getattr(hooks[0], "__qualname__", "")
+    is_torchs = name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+    return "non-reentrant" if is_torchs else None
+
+
+def compiler_memory_budget() -> float:
+    """The share of activations that compiled code may keep; below 1 it recomputes by itself."""
+    return float(_compiler_config.activation_memory_budget)
 
 
 def tensor_version(tensor: Tensor) -> int:

@@ -19,7 +19,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt.core import _transformers
-from lightning_ckpt.core._torch import BATCH_STATISTICS
+from lightning_ckpt.core._torch import (
+    BATCH_STATISTICS,
+    checkpoint_around,
+    compiler_memory_budget,
+)
 from lightning_ckpt.core.arguments import Flat, flatten
 from lightning_ckpt.core.compiled import warn_of_offload
 from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
@@ -126,6 +130,7 @@ def _traced(
     if options.saved_inputs is not None:  # hooks on saved tensors do not reach into compiled code
         warn_of_offload(type(module).__qualname__)
         return _eager(module, forward, args, kwargs, options)
+    _warn_of_memory_budget()
     if names := _changeable_buffers(module):
         _warn_of_buffers(type(module).__qualname__, names)
     if options.takes_caches:
@@ -166,6 +171,18 @@ def _warn_of_buffers(class_name: str, names: tuple[str, ...]) -> None:
     )
 
 
+@torch.compiler.assume_constant_result
+def _warn_of_memory_budget() -> None:
+    budget = compiler_memory_budget()
+    if budget < 1:
+        warnings.warn(
+            f"torch's activation_memory_budget is {budget}: below 1 the compiler recomputes by "
+            "itself, and draws dropout and other random numbers anew, so gradients are wrong where "
+            "there are any (pytorch#190758); set it to 1, since the blocks are checkpointed anyway",
+            stacklevel=2,
+        )
+
+
 # Disabled, or a graph broken above would compile pieces of the block in forward and not in the
 # recompute, which then saves other tensors. What the user compiled inside the block stays compiled.
 @torch.compiler.disable
@@ -184,6 +201,10 @@ def _eager(
     given = [other for other in flat.others if isinstance(other, nn.Module)]
     if not _needs_grad(flat.tensors, (module, *given)) or _is_lazy(module):
         return forward(module, *args, **kwargs)
+    if around := checkpoint_around():
+        _warn_of_checkpoint_around(type(module).__qualname__)
+        if around == "reentrant":  # backward through this very forward follows at once
+            return forward(module, *args, **kwargs)
     _refuse_iterators(module, flat.others)
     before = Before(module, flat.others)
     region = _Region(module, forward, args, kwargs, flat, before)
@@ -193,6 +214,15 @@ def _eager(
         if tensor.grad_fn is not None:
             tensor.register_hook(region.check)
     return result
+
+
+def _warn_of_checkpoint_around(class_name: str) -> None:
+    warnings.warn(
+        f"{class_name} is called inside of a torch.utils.checkpoint by the model's own code (or, "
+        "as the reentrant form does, in a backward pass): where several blocks share such a call, "
+        "some are computed three times; take it out, or leave these blocks out by `layers=`",
+        stacklevel=2,
+    )
 
 
 def _is_lazy(module: nn.Module) -> bool:

@@ -9,27 +9,26 @@ import operator
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.core._torch import is_fake
-from lightning_ckpt.core.generators import generators_in, get_state, is_same, set_state
+from lightning_ckpt.core.generators import generators_in, get_state, set_state
+from lightning_ckpt.core.sameness import (
+    ABSENT,
+    GeneratorState,
+    is_array,
+    is_equal,
+    is_equal_tensor,
+)
 
 _DEPTH = 6  # levels of objects below a module; what lies deeper is a library's, not state
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _CONTAINERS = (dict, list, set, deque)
-
-ABSENT: Any = object()
-
-
-class GeneratorState(NamedTuple):
-    """Where a random stream stands."""
-
-    state: Any
 
 
 class Snapshot:
@@ -69,17 +68,6 @@ class Snapshot:
         streams = {f"generator {_name(g)}": g for g in (*generators_in(()), *_of_torch())}
         for name, root in (streams | self._roots).items():
             yield from _reach(name, root, _DEPTH, known)
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values of `Snapshot.changes` are equal, bit by bit; NaN equals NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _is_equal_tensor(one, other)
-    if isinstance(one, GeneratorState) and isinstance(other, GeneratorState):
-        return is_same(one.state, other.state)
-    if _is_array(one) or _is_array(other):
-        return type(one) is type(other) and one.tobytes() == other.tobytes()
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
 def _reach(path: str, value: Any, depth: int, known: dict[int, Any]) -> Iterator[tuple[str, Any]]:
@@ -127,7 +115,7 @@ def _copy_of(value: Any) -> Any:
         return None if is_fake(value) or is_lazy(value) else value.detach().clone()
     if _is_stream(value):
         return GeneratorState(get_state(value))
-    if _is_array(value):
+    if is_array(value):
         return value.copy()
     if isinstance(value, set):
         return {item for item in value if isinstance(item, _PLAIN)}
@@ -140,26 +128,8 @@ def _copy_of(value: Any) -> Any:
 def _is_as(copy: Any, value: Any) -> bool:
     """Whether `value` still is as `copy`, which was made of it."""
     if isinstance(copy, Tensor) and isinstance(value, Tensor):
-        return not is_fake(value) and not is_lazy(value) and _is_equal_tensor(copy, value)
+        return not is_fake(value) and not is_lazy(value) and is_equal_tensor(copy, value)
     return is_equal(copy, _copy_of(value))
-
-
-_KINDS = ("shape", "dtype", "layout", "device")
-
-
-def _is_equal_tensor(one: Tensor, other: Tensor) -> bool:
-    if any(getattr(one, name) != getattr(other, name) for name in _KINDS):
-        return False
-    if one.layout != torch.strided:
-        return torch.equal(one.to_dense(), other.to_dense())
-    one, other = one.detach(), other.detach()
-    if one.dtype.itemsize == 1:  # 8-bit floats know no comparison
-        one, other = one.view(torch.uint8), other.view(torch.uint8)
-    if torch.equal(one, other):
-        return True
-    if not (one.is_floating_point() or one.is_complex()):
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _restorer(value: Any, copy: Any) -> Callable[[], None]:
@@ -167,7 +137,7 @@ def _restorer(value: Any, copy: Any) -> Callable[[], None]:
         return _tensor_restorer(value, copy)
     if isinstance(copy, GeneratorState):
         return functools.partial(set_state, value, copy.state)
-    if _is_array(value):
+    if is_array(value):
         return functools.partial(_put_array, value, copy)
     owners = [value] if isinstance(value, _CONTAINERS) else []
     if hasattr(value, "__dict__"):
@@ -237,10 +207,6 @@ def _tensor_restorer(tensor: Tensor, copy: Tensor | None) -> Callable[[], None]:
             tensor.requires_grad_(flag)
 
     return restore
-
-
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _is_stream(value: Any) -> bool:

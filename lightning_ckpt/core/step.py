@@ -14,7 +14,8 @@ from lightning_ckpt.core.memory import peak_tracker
 from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
 from lightning_ckpt.core.recompute import counted_recomputes
 from lightning_ckpt.core.report import What
-from lightning_ckpt.core.snapshot import ABSENT, GeneratorState, Snapshot
+from lightning_ckpt.core.sameness import ABSENT, GeneratorState
+from lightning_ckpt.core.snapshot import Snapshot
 
 Loss = Callable[[nn.Module, Any], Any]
 Key = tuple[What, str]

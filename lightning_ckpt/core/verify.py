@@ -18,7 +18,8 @@ from lightning_ckpt.core.arguments import flatten
 from lightning_ckpt.core.blocks import Block, find_blocks
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.report import Difference, Report
-from lightning_ckpt.core.snapshot import ABSENT, Snapshot, is_equal
+from lightning_ckpt.core.sameness import ABSENT, is_equal
+from lightning_ckpt.core.snapshot import Snapshot
 from lightning_ckpt.core.step import Key, Loss, Result, Step
 from lightning_ckpt.core.swap import is_swapped
 
@@ -72,24 +73,15 @@ def verify(
         if plain.error is not None:
             raise plain.error
         ours = checkpointed()
-        keys = _differing(plain, ours)
-        noisy, begins = _noise(step, plain, blocks) if keys else ([], ())
-        suspects = [block for block in blocks if ours.recomputes[block.module]]
-        origins = _origins([key for key in keys if key not in noisy], plain, suspects, checkpointed)
+        differences = _differences(step, plain, ours, blocks, checkpointed)
     finally:
         start.restore()
-    differences = [
-        Difference(*key, _detail(plain, ours, key), begins, True)
-        if key in noisy
-        else Difference(*key, _detail(plain, ours, key), tuple(origins[key]))
-        for key in keys
-    ]
     return Report(
-        tuple(differences),
-        {block.name: ours.recomputes[block.module] for block in blocks},
-        dict(Counter(what for what, _ in plain.values | ours.values)),
-        plain.peak_bytes,
-        ours.peak_bytes,
+        differences=differences,
+        recomputes={block.name: ours.recomputes[block.module] for block in blocks},
+        compared=dict(Counter(what for what, _ in plain.values | ours.values)),
+        plain_peak_bytes=plain.peak_bytes,
+        checkpointed_peak_bytes=ours.peak_bytes,
     )
 
 
@@ -129,6 +121,28 @@ def _refuse(module: nn.Module) -> None:
             )
 
 
+def _differences(
+    step: Step, plain: Result, ours: Result, blocks: Sequence[Block], checkpointed: Checkpointed
+) -> tuple[Difference, ...]:
+    """What differs, and where from; takes more steps to find out, if anything does."""
+    keys = _differing(plain, ours)
+    if not keys:
+        return ()
+    noisy, begins = _noise(step, plain, blocks)
+    # Recomputes in compiled code are not seen.
+    suspects = [block for block in blocks if ours.recomputes[block.module]] or blocks
+    origins = _origins([key for key in keys if key not in noisy], plain, suspects, checkpointed)
+    return tuple(
+        Difference(
+            *key,
+            detail=_detail(plain, ours, key),
+            blocks=begins if key in noisy else tuple(origins[key]),
+            in_plain_too=key in noisy,
+        )
+        for key in keys
+    )
+
+
 def _differing(plain: Result, ours: Result) -> list[Key]:
     """Keys of the values that differ; of a step that raised, only the error."""
     if ours.error is not None:
@@ -165,7 +179,9 @@ def _origins(
 ) -> dict[Key, list[str]]:
     """For each difference, the blocks that make it when they alone are checkpointed."""
     found: dict[Key, list[str]] = {key: [] for key in keys}
-    for block in suspects if keys else ():
+    if not keys:
+        return found
+    for block in suspects:
         alone = checkpointed(block.module)
         for key in keys:
             raised = alone.error is not None

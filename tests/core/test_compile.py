@@ -235,6 +235,15 @@ def test_dropout_in_a_compiled_block() -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
 
 
+def test_memory_budget_of_the_compiler_is_warned_about() -> None:
+    """Pitfall 3, report D4: below 1 dropout is drawn anew by the compiler, with or without us."""
+    with apply_partial_checkpoint(model := model_of(MlpBlock)):
+        run = torch.compile(model, backend="eager", fullgraph=True)
+        budget = torch._functorch.config.patch(activation_memory_budget=0.5)
+        with budget, pytest.warns(UserWarning, match=r"_memory_budget is 0\.5.*set it to 1"):
+            run(batch(0))
+
+
 class NormBlock(WideBlock):
     """Moves running statistics."""
 

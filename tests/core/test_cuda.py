@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_ckpt import apply_partial_checkpoint
 from lightning_ckpt.core.memory import track_peak
+from lightning_ckpt.core.verify import verify
 
 pytestmark = [
     pytest.mark.cuda,
@@ -66,3 +67,17 @@ def test_offload_takes_the_inputs_off_the_device() -> None:
         _, _, held_offloaded = run(model)
     # The input of the first block is the batch, which the caller holds.
     assert held - held_offloaded >= (BLOCKS - 1) * 4096 * WIDTH * 4
+
+
+def test_verify_on_the_device() -> None:
+    """Dropout draws from the device's generator, which is put back as well."""
+    model, batch = stack(), torch.randn(4096, WIDTH, device="cuda")
+    before = torch.cuda.get_rng_state()
+    report = verify(model, batch)
+    assert report.ok, report.differences
+    assert list(report.recomputes.values()) == [1] * BLOCKS
+    assert report.plain_peak_bytes is not None
+    assert report.checkpointed_peak_bytes is not None
+    assert report.checkpointed_peak_bytes < report.plain_peak_bytes
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert report.compared["generator"] == 1

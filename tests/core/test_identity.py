@@ -830,24 +830,28 @@ def test_block_that_checkpoints_a_part_of_itself() -> None:
     compare(stack_of(Inner), ratio=None)
 
 
-def test_model_that_checkpoints_a_block_by_hand() -> None:
-    """Pitfall 14: a forward that calls `checkpoint(block, x)` itself gives the right gradients."""
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_model_that_checkpoints_its_blocks_by_hand(reentrant: bool) -> None:
+    """Report A12, pitfall 14: right gradients, one replay of each layer, and a word about it."""
 
     class ByHand(Stack):
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
+                x = checkpoint(layer, x, use_reentrant=reentrant)
             return self.head(x)
 
     model = ByHand(MlpBlock, 3)
     torch.manual_seed(3)
     expected = learn(model, batch(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a word about the double checkpoint is welcome
-        with apply_partial_checkpoint(model):
-            torch.manual_seed(3)
+    with apply_partial_checkpoint(model) as handle:
+        torch.manual_seed(3)
+        with (
+            pytest.warns(UserWarning, match="MlpBlock is called inside of a torch.utils.checkp"),
+            executions(model, handle.plan.recomputed) as counts,
+        ):
             assert_same(learn(model, batch(0)), expected)
+    assert set(counts.values()) == {2}
 
 
 def test_transformer_encoder_evaluation_path() -> None:

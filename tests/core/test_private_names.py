@@ -29,6 +29,27 @@ def test_a_compiled_module_is_an_optimized_module() -> None:
     assert isinstance(compiled._orig_mod, nn.Linear)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_code_knows_that_torch_recomputes_it(reentrant: bool) -> None:
+    seen = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.checkpoint_around())
+        return x.sin().cos()
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(region, x, use_reentrant=reentrant).sum().backward()
+    assert seen == ([None, "reentrant"] if reentrant else ["non-reentrant"] * 2)
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch.checkpoint_around() is None
+
+
+def test_the_compilers_memory_budget_can_be_read() -> None:
+    assert _torch.compiler_memory_budget() == 1
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert _torch.compiler_memory_budget() == 0.5
+
+
 def test_versions_move_with_in_place_changes() -> None:
     tensor = torch.ones(2)
     before = _torch.tensor_version(tensor)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ckpt.core.snapshot import ABSENT, Snapshot, is_equal
+from lightning_ckpt.core.sameness import ABSENT, is_equal
+from lightning_ckpt.core.snapshot import Snapshot
 
 
 class Thing:

@@ -183,6 +183,31 @@ def test_faults_are_found_and_placed(fault: Fault) -> None:
     assert not report.ok
 
 
+class CountingBuffer(MlpBlock):
+    """Changes a buffer in place: right in eager code, wrong in a compiled checkpointed graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)  # type: ignore[operator, union-attr]
+        return super().forward(x * self.calls)
+
+
+@pytest.mark.filterwarnings("ignore:CountingBuffer is compiled and checkpointed")
+def test_known_limit_of_compiled_code_is_found() -> None:
+    """Its recomputes cannot be counted, and its blocks are named all the same."""
+    model = with_fault(CountingBuffer)
+    assert verify(model, batch(0), layers="layers.*").ok
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    report = verify(model, batch(0), layers="layers.*")
+    assert {d.blocks for d in report.differences} == {("layers.1",)}
+    assert sum(report.recomputes.values()) == 0
+    assert report.plain_peak_bytes is None
+
+
 def test_two_faults_are_both_named() -> None:
     """The earlier block's gradients are wrong because of either."""
     model = with_fault(HiddenTorch)

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import DIM, MlpBlock, Stack, assert_same, executions, seed_all
+from helpers import DIM, MlpBlock, Stack, assert_same, batch, compare, executions, seed_all
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -421,6 +421,24 @@ def test_fabric(precision: Any) -> None:
             handle.remove()
         results.append([dict(model.state_dict()), optimizer.state_dict()])
     assert_same(*results)
+
+
+def test_scaled_float16() -> None:
+    """What "16-mixed" does; Lightning itself refuses it on a CPU. Some gradients overflow."""
+
+    def step(model: nn.Module, index: int) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", torch.float16):
+            loss = model(batch(index)).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach(), scaler.get_scale()
+
+    compare(lambda: Stack(NormBlock, 4), step)
 
 
 # --- after the training

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lightning_ckpt.verifying as verifying
-from lightning_ckpt import PartialCheckpoint, verify
+from lightning_ckpt import PartialCheckpoint, PeakMemoryMonitor, verify
 from lightning_ckpt.core.swap import is_swapped
 
 pytestmark = [
@@ -102,9 +102,8 @@ def fit(model: L.LightningModule, *callbacks: Callback, **options: Any) -> L.Tra
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=2, callbacks=list(callbacks), **quiet, **options
-    )
+    defaults = quiet | {"accelerator": "cpu", "max_epochs": 2}
+    trainer = L.Trainer(callbacks=list(callbacks), **(defaults | options))
     trainer.fit(model, loader())
     return trainer
 
@@ -169,6 +168,16 @@ def test_training_goes_on_as_without(
     assert_same(left[1], left[2])
     assert [report.ok for report in num_checks] == [True]
     assert sum(num_checks[0].recomputes.values()) == (3 if every_n == 1 else 2)
+
+
+def test_peaks_are_those_of_the_training() -> None:
+    """In the order that the docstring asks for."""
+    peaks = []
+    for check in (True, False):
+        seed_all(0)
+        trainer = fit(Lit(), PartialCheckpoint(verify=check), PeakMemoryMonitor(), max_epochs=1)
+        peaks.append(float(trainer.callback_metrics["memory/peak_allocated_MiB"]))
+    assert peaks[0] == peaks[1] > 0
 
 
 def test_in_each_fit(num_checks: list[Any]) -> None:
