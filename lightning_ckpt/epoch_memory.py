@@ -31,9 +31,12 @@ class MeasuredEpoch:
     Args:
         trainer: at the epoch's start.
         is_measured: whether the epoch gets figures.
+        first_steps: how many steps are followed on a CPU, None: all.
     """
 
-    def __init__(self, trainer: "pl.Trainer", is_measured: bool) -> None:
+    def __init__(self, trainer: "pl.Trainer", is_measured: bool, first_steps: int | None) -> None:
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        self._first_steps = first_steps if on_cpu else None
         self.number = trainer.current_epoch
         self.is_measured = is_measured
         self.follows = False  # the step that runs
@@ -45,14 +48,13 @@ class MeasuredEpoch:
         has_states = any(optimizer.state for optimizer in trainer.optimizers)
         self._updates_needed = 1 if has_states else 2
 
-    def begin_step(self, trainer: "pl.Trainer", module: nn.Module, first_steps: int | None) -> bool:
+    def begin_step(self, trainer: "pl.Trainer", module: nn.Module) -> bool:
         """Whether the step that begins is followed."""
         self._moved_before = self._moved(module)
         updates = trainer.global_step - self._updates_before
         self.follows = self.is_measured and (
-            first_steps is None
-            or trainer.strategy.root_device.type != "cpu"
-            or len(self.seconds) < first_steps
+            self._first_steps is None
+            or len(self.seconds) < self._first_steps
             or updates < self._updates_needed
         )
         self._start = time.perf_counter()
@@ -65,6 +67,11 @@ class MeasuredEpoch:
         if self._handles is None:  # by now every callback has made its plan
             self._handles = handles_in_force(module)
         self.offloaded = max(self.offloaded, self._moved(module) - self._moved_before)
+
+    def measures_validation(self, batch_idx: int) -> bool:
+        """Whether this batch of the epoch's validation is followed."""
+        is_early = self._first_steps is None or batch_idx < self._first_steps
+        return self.is_measured and is_early
 
     def _moved(self, module: nn.Module) -> int:
         """Bytes that the plans in force have moved out so far."""

@@ -113,7 +113,7 @@ class PeakMemoryMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._epoch.begin_step(trainer, pl_module, self.settings.first_steps):
+        if self._epoch.begin_step(trainer, pl_module):
             model = epochs.model_of(trainer, pl_module)
             self._steps.do(lambda source: self._one_step.begin(trainer, model, source))
             self._steps.do(lambda source: source.begin(model, trainer.optimizers, batch))
@@ -233,19 +233,15 @@ class PeakMemoryMonitor(L.Callback):
 
     def _begin_epoch(self, trainer: L.Trainer) -> None:
         is_measured = trainer.current_epoch % self.settings.every_n_epochs == 0
-        self._epoch = MeasuredEpoch(trainer, is_measured)
+        self._epoch = MeasuredEpoch(trainer, is_measured, self.settings.first_steps)
         self._steps.do(lambda source: source.reset())
         self._host.do(lambda host: host.reset_peak())
         self._host.do(lambda host: host.resume())
 
     def _measures_validation(self, trainer: L.Trainer, batch_idx: int = 0) -> bool:
-        is_early = self.settings.first_steps is None or batch_idx < self.settings.first_steps
-        return (
-            trainer.state.fn == TrainerFn.FITTING
-            and not trainer.sanity_checking
-            and self._epoch.is_measured
-            and is_early
-        )
+        # Before training, in the sanity check, there is no epoch yet.
+        is_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        return is_fit and self._epoch.measures_validation(batch_idx)
 
     def _name_source(self) -> None:
         only_host = "resident set" if self._host else "none"

@@ -8,7 +8,6 @@ that torch does not know of.
 
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -19,21 +18,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt.core import _transformers
-from lightning_ckpt.core._torch import (
-    BATCH_STATISTICS,
-    checkpoint_around,
-    compiler_memory_budget,
-)
+from lightning_ckpt.core._torch import checkpoint_around
 from lightning_ckpt.core.arguments import Flat, flatten
-from lightning_ckpt.core.compiled import warn_of_offload
+from lightning_ckpt.core.compiled import (
+    changeable_buffers,
+    warn_of_buffers,
+    warn_of_memory_budget,
+    warn_of_offload,
+)
 from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
 from lightning_ckpt.core.watchers import watched
 
 Forward = Callable[..., Any]
-
-_STATISTICS_COMPILE = torch.__version__ >= "2.13"  # not tried in between; compared as a version
 
 _depth = threading.local()  # backward runs in threads of its own
 
@@ -52,21 +50,6 @@ def is_recomputing() -> bool:
     if torch.compiler.is_compiling():
         return False
     return getattr(_depth, "value", 0) > 0
-
-
-_counters: list[Counter[nn.Module]] = []
-
-
-@contextmanager
-def counted_recomputes() -> Iterator[Counter[nn.Module]]:
-    """Count how often each block is computed again, in every thread (compiled code is not seen)."""
-    counts: Counter[nn.Module] = Counter()
-    _counters.append(counts)
-    try:
-        yield counts
-    finally:
-        # By identity: two counters may be equal.
-        _counters[:] = [other for other in _counters if other is not counts]
 
 
 class Options(NamedTuple):
@@ -130,9 +113,9 @@ def _traced(
     if options.saved_inputs is not None:  # hooks on saved tensors do not reach into compiled code
         warn_of_offload(type(module).__qualname__)
         return _eager(module, forward, args, kwargs, options)
-    _warn_of_memory_budget()
-    if names := _changeable_buffers(module):
-        _warn_of_buffers(type(module).__qualname__, names)
+    warn_of_memory_budget()
+    if names := changeable_buffers(module):
+        warn_of_buffers(type(module).__qualname__, names)
     if options.takes_caches:
         args, kwargs = _transformers.without_caches(module, args, kwargs)
 
@@ -140,47 +123,6 @@ def _traced(
         return forward(module, *args, **kwargs)
 
     return checkpoint(region, *args, use_reentrant=False)
-
-
-def _changeable_buffers(module: nn.Module) -> tuple[str, ...]:
-    """Names of buffers that the block might change in place, to a wrong result in compiled code.
-
-    Batch statistics are right there with torch 2.13; torch 2.8 updates them twice. Any other buffer
-    is updated once, but the recompute sees the new value (torch 2.8 to 2.13, every backend).
-    Whether it will be changed cannot be told beforehand, so index tables and masks of whole numbers
-    are passed over. (Dynamo runs this.)
-    """
-    names = []
-    for prefix, child in module.named_modules():
-        if not (_STATISTICS_COMPILE and isinstance(child, BATCH_STATISTICS)):
-            for name, buffer in child._buffers.items():
-                if buffer is not None and (buffer.is_floating_point() or buffer.dim() == 0):
-                    names.append(f"{prefix}.{name}" if prefix else name)
-    return tuple(names)
-
-
-# Runs while the graph is made. It must not take the module: that would tie the graph to one block.
-@torch.compiler.assume_constant_result
-def _warn_of_buffers(class_name: str, names: tuple[str, ...]) -> None:
-    warnings.warn(
-        f"{class_name} is compiled and checkpointed, and has buffers ({', '.join(names)}): if its "
-        "forward changes one of them in place, the recompute sees the changed value (and torch "
-        "before 2.13 changes batch statistics twice), so training differs; leave such blocks out "
-        "of torch.compile or out of layers=. Constant buffers are fine",
-        stacklevel=2,
-    )
-
-
-@torch.compiler.assume_constant_result
-def _warn_of_memory_budget() -> None:
-    budget = compiler_memory_budget()
-    if budget < 1:
-        warnings.warn(
-            f"torch's activation_memory_budget is {budget}: below 1 the compiler recomputes by "
-            "itself, and draws dropout and other random numbers anew, so gradients are wrong where "
-            "there are any (pytorch#190758); set it to 1, since the blocks are checkpointed anyway",
-            stacklevel=2,
-        )
 
 
 # Disabled, or a graph broken above would compile pieces of the block in forward and not in the
@@ -278,8 +220,6 @@ class _Region:
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is not None:
             return self._first()
-        for counts in _counters:
-            counts[self._module] += 1
         # A block may run backward inside its forward (the gradient of an energy): not settled yet.
         replay = self._replay or self._before.settle()  # type: ignore[union-attr]
         if not self._is_checked:

@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ckpt.core._torch import tensor_version
 from lightning_ckpt.core.arguments import identities
-from lightning_ckpt.core.generators import States, get_state, set_state
+from lightning_ckpt.core.generators import (
+    States,
+    generators_in,
+    get_state,
+    is_same,
+    set_state,
+)
 
 _ABSENT: Any = object()
 
@@ -59,7 +65,9 @@ def replayed(replay: Replay, modules: Sequence[nn.Module]) -> Iterator[None]:
         modules: the block's, and those among its arguments.
     """
     now = [(owner, dict(owner)) for owner in owners_of(modules)]
-    generators = [(generator, get_state(generator)) for generator, _ in replay.generators]
+    drawn = [generator for generator, _ in replay.generators]
+    # The global ones in any case: a block may set one to a seed of its own, and leave it as it was.
+    generators = [(generator, get_state(generator)) for generator in generators_in(drawn)]
     flags = [(place.tensor, place.tensor.requires_grad) for place in replay.places]
     exchanged: list[tuple[Owner, str, Any]] = []
     try:
@@ -73,7 +81,8 @@ def replayed(replay: Replay, modules: Sequence[nn.Module]) -> Iterator[None]:
         for tensor, flag in flags:
             _set_requires_grad(tensor, flag)
         for generator, state in generators:
-            set_state(generator, state)
+            if not is_same(get_state(generator), state):
+                set_state(generator, state)
 
 
 def _restore(owner: Owner, values: dict[str, Any], passed: Set[str]) -> None:

@@ -12,10 +12,10 @@ from lightning_ckpt.core.arguments import flatten
 from lightning_ckpt.core.blocks import Block
 from lightning_ckpt.core.memory import peak_tracker
 from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
-from lightning_ckpt.core.recompute import counted_recomputes
 from lightning_ckpt.core.report import What
 from lightning_ckpt.core.sameness import ABSENT, GeneratorState
 from lightning_ckpt.core.snapshot import Snapshot
+from lightning_ckpt.core.watchers import counted_recomputes
 
 Loss = Callable[[nn.Module, Any], Any]
 Key = tuple[What, str]

@@ -1,5 +1,6 @@
 """Who wants to know when a block is computed again."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,18 @@ def watch_recomputes(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watchers.remove(watcher)
+
+
+@contextmanager
+def counted_recomputes() -> Iterator[Counter[nn.Module]]:
+    """Count how often each block is computed again, in every thread (compiled code is not seen)."""
+    counts: Counter[nn.Module] = Counter()
+
+    def count(block: nn.Module, begins: bool) -> None:
+        counts[block] += begins
+
+    with watch_recomputes(count):
+        yield counts
 
 
 @contextmanager

@@ -96,6 +96,28 @@ def test_draws_from_python_and_numpy(block: type[nn.Module]) -> None:
     compare(stack_of(block))
 
 
+class SeedingBlock(MlpBlock):
+    """Seeds the global generators itself, so that they stand the same before and after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        random.seed(1)
+        np.random.seed(1)
+        return super().forward(x * random.random() * float(np.random.rand()))
+
+
+def test_a_block_that_seeds_leaves_the_generators_of_backward_alone() -> None:
+    """Report D1: others may have drawn since the forward."""
+    model = stack_of(SeedingBlock)()
+    with apply_partial_checkpoint(model):
+        square_step(model, 0)
+        loss = model(batch(1)).pow(2).mean()
+        random.random()
+        np.random.rand()
+        before = generator_states()
+        loss.backward()
+    assert_same(generator_states(), before)
+
+
 @pytest.mark.parametrize("block", [LayerDropBlock, NumpyLayerDropBlock], ids=["random", "numpy"])
 def test_layer_drop_inside_a_block(block: type[nn.Module]) -> None:
     """Report D3: a block that skips itself skips itself in the recompute too."""

@@ -109,6 +109,18 @@ def test_a_tensor_of_several_calls_leaves_once_and_stays_with_the_newest() -> No
     assert target.log[3:] == ["in 1", "in 0"]
 
 
+def test_a_tensor_of_several_calls_does_not_leave_while_one_of_them_is_among_the_newest() -> None:
+    target = FakeTarget()
+    scheduler = Scheduler(target, prefetch=0, keep_last=2)
+    shared = tensor(7)
+    places = []
+    for number in range(5):
+        call = scheduler.open_call()
+        places += [scheduler.save(call, shared), scheduler.save(call, tensor(number))]
+        scheduler.close_call()
+    assert target.log == ["out 0", "out 1", "out 2"]
+
+
 def test_a_tensor_of_several_calls_is_fetched_once_where_the_calls_follow_each_other() -> None:
     target = FakeTarget()
     scheduler = Scheduler(target, prefetch=1, keep_last=0)
@@ -157,6 +169,18 @@ def test_a_change_before_the_copy_has_ended_is_an_error() -> None:
     assert ask(places[1]) == 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ask(places[0])
+
+
+def test_a_change_while_the_copy_runs_is_an_error_after_it_too() -> None:
+    scheduler = Scheduler(FakeTarget(delay=9), prefetch=0, keep_last=0)
+    source = tensor(1)
+    place = scheduler.save(scheduler.open_call(), source)
+    source.add_(1)
+    scheduler.settle()
+    del source
+    assert place.slot.source.tensor is None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        ask(place)
 
 
 @pytest.mark.parametrize("delay", [0, 9])

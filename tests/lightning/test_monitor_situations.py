@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +156,37 @@ def test_validation_has_its_own_figure(tmp_path: Path) -> None:
     rows = fit_rows(tmp_path, model)
     # The weight, its two states, the batch; Lightning clears gradients before it validates.
     assert [row["val_peak_allocated"] for row in rows] == [close(8192 + 3 * 256 + 4)] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_host_memory_of_validation_is_left_out(tmp_path: Path) -> None:
+    class Touches(Net):
+        """Holds pages of the system for a moment."""
+
+        in_training = 0
+        in_validation = 0
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            touch(self.in_training)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            touch(self.in_validation)
+
+    def peak_mib(**mib: int) -> float:
+        model = Touches()
+        vars(model).update(mib)
+        return fit_rows(tmp_path, model)[-1]["peak_host"] * KIB
+
+    before = peak_mib()
+    assert peak_mib(in_validation=200) - before < 100
+    assert peak_mib(in_training=200) - before > 100
+
+
+def touch(num_mib: int) -> None:
+    with mmap.mmap(-1, max(num_mib, 1) * 2**20) as pages:
+        for start in range(0, len(pages), 4096):
+            pages[start] = 1
 
 
 def test_sanity_check_logs_nothing_and_validate_neither(tmp_path: Path) -> None:
@@ -379,6 +412,11 @@ class Uneven(Net):
 
     def on_train_epoch_start(self) -> None:
         self.extra = 1024 + 4096 * (self.global_rank != self.current_epoch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.extra == 1024:  # the lower peak, with more activations
+            batch = batch.repeat(8, 1)
+        return super().training_step(batch, batch_idx)
 
 
 class Rows(L.Callback):
