@@ -49,7 +49,8 @@ class PeakMemoryMonitor(L.Callback):
             `default_root_dir`, and send it to loggers that take images. Needs matplotlib.
         every_n_epochs: measure epochs 0, n, 2n, ...; the others have no figure.
         first_steps: on a CPU, follow this many steps of an epoch and no more, to save time (at
-            least one with the optimizer's states in place); None: every step.
+            least one with the optimizer's states in place): a larger batch that comes later is
+            missed. None: every step.
         snapshot: on CUDA, True saves torch's own memory snapshot of one step, "oom" of the moment
             when an out-of-memory error ends the run; open it at https://pytorch.org/memory_viz.
             "oom" also prints what held the memory then, on every device.
@@ -66,7 +67,7 @@ class PeakMemoryMonitor(L.Callback):
         breakdown: bool = True,
         plot: bool = False,
         every_n_epochs: int = 1,
-        first_steps: int | None = None,
+        first_steps: int | None = 16,
         snapshot: bool | str = False,
         table: bool = True,
     ) -> None:

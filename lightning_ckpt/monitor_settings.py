@@ -16,7 +16,7 @@ class MonitorSettings:
     breakdown: bool = True
     plot: bool = False
     every_n_epochs: int = 1
-    first_steps: int | None = None
+    first_steps: int | None = 16
     snapshot: bool | str = False
     table: bool = True
 

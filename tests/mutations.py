@@ -215,8 +215,8 @@ MUTATIONS = [
     Mutation(
         "each storage once",
         f"{CORE}/live_bytes.py",
-        "if known is not None and known.num_bytes == num_bytes:",
-        "if known is not None and False:",
+        "known = self._counted.get(id(storage))",
+        "known = None",
         (MEMORY,),
     ),
     Mutation(

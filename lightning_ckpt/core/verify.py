@@ -17,6 +17,7 @@ from lightning_ckpt.core.apply import apply_quietly
 from lightning_ckpt.core.arguments import flatten
 from lightning_ckpt.core.blocks import Block, find_blocks
 from lightning_ckpt.core.offload import OffloadConfig
+from lightning_ckpt.core.plan import every_n_plan
 from lightning_ckpt.core.report import Difference, Report
 from lightning_ckpt.core.sameness import ABSENT, is_equal
 from lightning_ckpt.core.snapshot import Snapshot
@@ -73,7 +74,10 @@ def verify(
         if plain.error is not None:
             raise plain.error
         ours = checkpointed()
-        differences = _differences(step, plain, ours, blocks, checkpointed)
+        # By the plan, not by what was counted: recomputes in compiled code are not seen.
+        plan = every_n_plan([(name, "") for name, _ in blocks], every_n, None)
+        suspects = [block for block in blocks if block.name in plan.recomputed]
+        differences = _differences(step, plain, ours, blocks, suspects, checkpointed)
     finally:
         start.restore()
     return Report(
@@ -122,15 +126,18 @@ def _refuse(module: nn.Module) -> None:
 
 
 def _differences(
-    step: Step, plain: Result, ours: Result, blocks: Sequence[Block], checkpointed: Checkpointed
+    step: Step,
+    plain: Result,
+    ours: Result,
+    blocks: Sequence[Block],
+    suspects: Sequence[Block],
+    checkpointed: Checkpointed,
 ) -> tuple[Difference, ...]:
     """What differs, and where from; takes more steps to find out, if anything does."""
     keys = _differing(plain, ours)
     if not keys:
         return ()
     noisy, begins = _noise(step, plain, blocks)
-    # Recomputes in compiled code are not seen.
-    suspects = [block for block in blocks if ours.recomputes[block.module]] or blocks
     origins = _origins([key for key in keys if key not in noisy], plain, suspects, checkpointed)
     return tuple(
         Difference(

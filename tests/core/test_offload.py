@@ -498,6 +498,31 @@ def test_a_block_that_changes_its_input_is_an_error(keep_last: int) -> None:
             loss.backward()
 
 
+def test_a_block_that_changes_a_shared_input_is_an_error() -> None:
+    """Its copy has left long ago, with the right values; but the block would change what comes back
+    for the other block as well."""
+
+    class Rude(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor, shared: Tensor, change: bool) -> Tensor:
+            result = self.linear(x) * shared.clone()
+            if change:
+                shared.add_(1)
+            return result
+
+    blocks = nn.ModuleList(Rude() for _ in range(2))
+    with apply_partial_checkpoint(blocks, offload=disk(keep_last=0)) as handle:
+        shared = torch.ones(DIM)
+        x = blocks[0](inputs(), shared, change=False)
+        offloader_of(handle).settle()
+        loss = blocks[1](x, shared, change=True).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_a_parameter_that_is_changed_under_a_kept_block_is_an_error() -> None:
     model = Stack(lambda: MlpBlock(dropout=0.0))
     with apply_partial_checkpoint(model, every_n=9, offload=disk(scope="kept")):

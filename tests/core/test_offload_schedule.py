@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ckpt.core.offload import schedule
 from lightning_ckpt.core.offload.schedule import Call, Place, Scheduler
+from lightning_ckpt.core.offload.storages import StorageMap
 
 
 def test_a_source_is_let_go_when_its_copy_has_ended_and_not_before() -> None:
@@ -107,6 +108,41 @@ def test_a_tensor_of_several_calls_leaves_once_and_stays_with_the_newest() -> No
     assert [is_here(place) for place in places] == [True, False, True, False, True, True]
     assert [ask(place) for place in reversed(places)] == [2, 7, 1, 7, 0, 7]
     assert target.log[3:] == ["in 1", "in 0"]
+
+
+def test_a_tensor_of_several_calls_is_let_go_when_a_call_does_without_it() -> None:
+    scheduler = Scheduler(FakeTarget(), prefetch=0, keep_last=1)
+    shared = tensor(7)
+    places = []
+    for number in range(3):
+        call = scheduler.open_call()
+        places.append(scheduler.save(call, shared if number < 2 else tensor(number)))
+        scheduler.close_call()
+        scheduler.settle()
+    assert [is_here(place) for place in places] == [False, False, True]
+
+
+def test_sources_are_let_go_when_a_call_begins_and_when_one_ends() -> None:
+    scheduler = Scheduler(FakeTarget(), prefetch=0, keep_last=0)
+    places = forward(scheduler, [0])
+    assert is_here(places[0])
+    scheduler.open_call()
+    assert not is_here(places[0])
+    place = scheduler.save(scheduler.open_call(), tensor(1))
+    scheduler.close_call()
+    assert not is_here(place)
+
+
+def test_entries_of_storages_end_with_them() -> None:
+    known: StorageMap[int] = StorageMap()
+    first = tensor(1)
+    known.put(first.untyped_storage(), 1)
+    assert known.get(first.untyped_storage()) == 1
+    assert known.get(tensor(2).untyped_storage()) is None
+    del first
+    assert len(known) == 0
+    for _ in range(100):  # one of these has its address
+        assert known.get(tensor(3).untyped_storage()) is None
 
 
 def test_a_tensor_of_several_calls_does_not_leave_while_one_of_them_is_among_the_newest() -> None:
@@ -279,8 +315,8 @@ def test_copies_that_fail_together_are_one_error() -> None:
     target.fails = True
     with pytest.raises(OSError, match="no space"):
         scheduler.settle()
+    scheduler.settle()  # no second error
     target.fails = False
-    scheduler.settle()
     assert [ask(place) for place in places] == [0, 1, 2]
 
 

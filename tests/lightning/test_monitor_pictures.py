@@ -285,3 +285,8 @@ def test_snapshot_when_memory_runs_out(tmp_path: Path, history: list[str]) -> No
 def test_impossible_words(words: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         PeakMemoryMonitor(**words)
+
+
+def test_a_cpu_run_follows_sixteen_steps_by_default() -> None:
+    assert PeakMemoryMonitor().settings.first_steps == 16
+    assert PeakMemoryMonitor(first_steps=None).settings.first_steps is None

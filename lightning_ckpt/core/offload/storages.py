@@ -12,7 +12,8 @@ class StorageMap(Generic[T]):
     """A value for each of some live storages.
 
     Entries go by the storage's Python object, which torch keeps as long as the storage lives, and
-    never by an address, which the next storage may get.
+    end with it: never by an address, which the next storage may get. (The weak references are not
+    followed, only their callbacks used: torch 2.8 loses a storage that is reached by one.)
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class StorageMap(Generic[T]):
     def get(self, storage: torch.UntypedStorage) -> T | None:
         """The value of this storage, or None."""
         entry = self._entries.get(id(storage))
-        return entry[1] if entry is not None and entry[0]() is storage else None
+        return None if entry is None else entry[1]
 
     def clear(self) -> None:
         self._entries.clear()
