@@ -39,12 +39,20 @@ class PartialCheckpoint(Callback):
             predicate `(name, module) -> bool`. Names are those within the LightningModule.
         verify: on the first batch of fit, run one step plain and one checkpointed and end the
             training if they differ (`lightning_ckpt.verify` says what it compares and costs).
-            What two plain steps do not have alike either is a warning. Stand before a
+            What two plain steps do not have alike either is a warning. With `budget` or `plan`
+            every block is computed again in it. Stand before a
             `PeakMemoryMonitor` in the list, or its first epoch counts these steps in.
+        budget: in place of `every_n`, what the peak of a step may take: bytes (`"14GiB"`, an int),
+            a share of the device's memory (`0.9`), or `"auto"` (what is free when fit starts, less
+            a margin). The first step recomputes every block and is measured; from the second on
+            the fastest plan within the budget is in force.
+        plan: in place of all others, what happens to each block: a `Plan`, its dict, or the path
+            of a YAML or JSON file.
 
     Raises:
         TypeError: an argument is of a wrong kind.
-        ValueError: an argument has an impossible value; at the start of fit: no block was found.
+        ValueError: an argument has an impossible value, or contradicts another; at the start of
+            fit: no block was found; after the first step: no plan is within the budget.
         MisconfigurationException: a second `PartialCheckpoint`, a strategy that checkpoints, or an
             XLA device; `verify` with a strategy that shards, or a module that optimizes by hand.
         RuntimeError: `verify` found a difference.
@@ -56,8 +64,10 @@ class PartialCheckpoint(Callback):
         offload: bool | str | OffloadConfig = False,
         layers: Any = None,
         verify: bool = False,
+        budget: int | float | str | None = None,
+        plan: Any = None,
     ) -> None:
-        self.fit_plan = FitPlan(every_n, offload, layers)
+        self.fit_plan = FitPlan(every_n, offload, layers, budget, plan)
         self.verify = verify
         self._is_verified = False
 
@@ -98,6 +108,7 @@ class PartialCheckpoint(Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self.fit_plan.apply_on_all_ranks(pl_module)
         self.fit_plan.tell(trainer)
+        self.fit_plan.measure(trainer)
 
     @override
     def on_train_batch_start(

@@ -17,9 +17,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ckpt.core.apply import check_words
 from lightning_ckpt.core.blocks import check_layers
 from lightning_ckpt.core.offload import read_offload
-from lightning_ckpt.core.plan import check_every_n
+from lightning_ckpt.core.plan import check_every_n, read_plan
 from lightning_ckpt.monitor_settings import MonitorSettings
 
 # Keys that `hydra.utils.instantiate` reads itself.
@@ -36,11 +37,16 @@ class PartialCheckpointConfig:
     every_n: int
     offload: Any
     layers: Any
+    budget: Any
+    plan: Any
 
     def __post_init__(self) -> None:
         check_every_n(self.every_n)
         read_offload(self.offload)
         check_layers(self.layers)
+        check_words(self.every_n, self.offload, self.layers, self.budget, self.plan)
+        if self.plan is not None:
+            read_plan(self.plan)
 
 
 @dataclass

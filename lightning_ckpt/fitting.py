@@ -2,8 +2,9 @@
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -12,18 +13,30 @@ from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt._lightning import checkpoints_by_itself
-from lightning_ckpt.core.apply import Handle, apply_quietly
+from lightning_ckpt.core.apply import (
+    Handle,
+    apply_plan_quietly,
+    apply_quietly,
+    check_words,
+    named_blocks,
+)
 from lightning_ckpt.core.blocks import check_layers, find_blocks
+from lightning_ckpt.core.budget import agreed, budget_bytes, plan_within, read_budget
+from lightning_ckpt.core.costs import Measurement
+from lightning_ckpt.core.memory import peak_tracker
 from lightning_ckpt.core.offload import (
     OffloadConfig,
     OffloadReport,
     read_offload,
     watch_first_step,
 )
-from lightning_ckpt.core.plan import Plan, check_every_n
+from lightning_ckpt.core.peak import PeakUnavailable
+from lightning_ckpt.core.plan import Action, Plan, check_every_n, read_plan
+from lightning_ckpt.measuring import MeasuredStep
 from lightning_ckpt.summary import print_offload, print_plan
 
 T = TypeVar("T")
@@ -35,19 +48,32 @@ class FitPlan:
     """The user's words, checked, and the handle while they are in force.
 
     Args:
-        every_n, offload, layers: as in `lightning_ckpt.apply_partial_checkpoint`.
+        every_n, offload, layers, plan: as in `lightning_ckpt.apply_partial_checkpoint`.
+        budget: as in `PartialCheckpoint`.
 
     Raises:
-        TypeError, ValueError: a word is impossible.
+        TypeError, ValueError: a word is impossible, or two contradict each other.
     """
 
-    def __init__(self, every_n: int, offload: bool | str | OffloadConfig, layers: Any) -> None:
+    def __init__(
+        self,
+        every_n: int,
+        offload: bool | str | OffloadConfig,
+        layers: Any,
+        budget: int | float | str | None = None,
+        plan: Any = None,
+    ) -> None:
         self.every_n = check_every_n(every_n)
         read_offload(offload)
         check_layers(layers)
+        check_words(every_n, offload, layers, budget, plan)
         self.offload = offload
         self.layers = layers
+        self.budget = budget
+        self.plan = None if plan is None else read_plan(plan)
         self.handle: Handle | None = None
+        self._measured: MeasuredStep | None = None
+        self._budget_bytes = 0
         self._settled_epoch = -1
         self._end_first_step: Callable[[], OffloadReport] | None = None
         self._is_watched = False
@@ -61,14 +87,22 @@ class FitPlan:
         Raises:
             ValueError: no blocks were found, or they are checkpointed by other means.
         """
-        if self.handle is not None:
-            found = [block.module for block in find_blocks(module, self.layers)]
-            if self.handle.modules == found:
-                return False
-        self.remove()
-        self.handle = apply_quietly(module, self.every_n, self.offload, self.layers)
+        if self.handle is not None and self.handle.modules == self._find(module):
+            return False
+        self.take_back()
+        if self.plan is not None:
+            self.handle = apply_plan_quietly(module, self.plan)
+        else:
+            self.handle = apply_quietly(module, self.every_n, self.offload, self.layers)
+        if self._measured is not None:
+            self._measured.is_done = False  # other blocks: measure again
         self._is_watched = False
         return True
+
+    def _find(self, module: "pl.LightningModule") -> list[nn.Module]:
+        if self.plan is None:
+            return [block.module for block in find_blocks(module, self.layers)]
+        return [block.module for block in named_blocks(module, self.plan)]
 
     def apply_on_all_ranks(self, module: "pl.LightningModule") -> bool:
         """`apply`, and make sure that every rank of the run did the same.
@@ -91,6 +125,37 @@ class FitPlan:
             raise RuntimeError(difference)
         return changed
 
+    def measure(self, trainer: "pl.Trainer") -> None:
+        """With a budget: let the first step be measured, and then another plan be chosen.
+
+        Raises:
+            ValueError: the device does not say what the budget is a share of, or what it needs.
+        """
+        if self.budget is None or self._measured is not None:
+            return
+        device = trainer.strategy.root_device
+        self._budget_bytes = budget_bytes(read_budget(self.budget), device)
+        try:
+            peak_tracker(device, trainer.lightning_module).stop()
+        except PeakUnavailable as error:
+            raise ValueError(
+                f"budget={self.budget!r} needs a measured step: {error}; or use every_n= or plan="
+            ) from error
+        self._measured = MeasuredStep(lambda: self.handle, self._choose)
+        self._measured.attach(trainer)
+
+    def _choose(
+        self, trainer: "pl.Trainer", module: "pl.LightningModule", step: Measurement
+    ) -> None:
+        """Put the fastest plan within the budget in force, the same on every rank."""
+        reports = gathered(trainer, (step, self._budget_bytes))
+        steps, budgets = zip(*reports, strict=True)
+        plan = plan_within(min(budgets), *agreed(steps, budgets, get_args(Action)))
+        notes = () if self.handle is None else self.handle.plan.notes
+        self.take_back()
+        self.handle = apply_plan_quietly(module, replace(plan, notes=(*notes, *plan.notes)))
+        self.tell(trainer)
+
     def follow(self, trainer: "pl.Trainer") -> None:
         """`apply` once in each epoch, before its first step: the module may have built or exchanged
         blocks. (A resumed epoch does not begin with batch 0.)"""
@@ -100,8 +165,15 @@ class FitPlan:
             self._settled_epoch = trainer.current_epoch
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model, and the trainer, as they were."""
         self._settled_epoch = -1
+        self.take_back()
+        if self._measured is not None:
+            self._measured.detach()
+        self._measured = None
+
+    def take_back(self) -> None:
+        """Leave the model as it was; what is to be measured still is."""
         end, self._end_first_step = self._end_first_step, None
         if end is not None:
             end()  # an error: nobody wants to read that now
@@ -152,7 +224,7 @@ class FitPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan in force is not for another process.
-        return {**vars(self), "handle": None, "_end_first_step": None}
+        return {**vars(self), "handle": None, "_measured": None, "_end_first_step": None}
 
 
 @rank_zero_only
@@ -225,13 +297,23 @@ def _metadata(plan: Plan) -> dict[str, Any]:
         "offload": plan.offload or "none",
         "num_blocks": len(plan),
         "recomputed": list(plan.recomputed),
+        **({} if plan.every_n else {"plan": plan.to_dict()}),
     }
+
+
+def gathered(trainer: "pl.Trainer", value: T) -> list[T]:
+    """The values of all ranks of the run."""
+    return [value] if _is_alone(trainer) else _gather(value)
+
+
+def _is_alone(trainer: "pl.Trainer") -> bool:
+    # Not the process group's size: one rank of a group may train alone, on a single device.
+    return trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized())
 
 
 def from_all_ranks(trainer: "pl.Trainer", report: list[str]) -> list[list[str]]:
     """Each rank's report, or only this one's where all are alike."""
-    # Not the process group's size: one rank of a group may train alone, on a single device.
-    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+    if _is_alone(trainer):
         return [report]
     # All reports would be many bytes with many ranks; they are needed only where they differ.
     if len(set(_gather(zlib.crc32("\n".join(report).encode())))) == 1:

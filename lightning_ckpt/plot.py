@@ -1,11 +1,14 @@
-"""The memory of a run as a picture: the peak of each epoch by its parts, and one step over time."""
+"""Pictures of memory: the peak of each epoch by its parts, one step over time, and what plans would
+take."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ckpt.core.breakdown import PARTS
+from lightning_ckpt.core.estimate import Estimate
 from lightning_ckpt.core.timeline import Timeline
 from lightning_ckpt.epoch_memory import PLAIN
 
@@ -147,3 +150,29 @@ def _legend(axes: "Axes", reverse: bool = False) -> None:
             loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9, reverse=reverse
         )
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_estimate(estimate: Estimate, path: str | PathLike[str]) -> None:
+    """Draw step time against peak memory into an image file, of the kind that its name says.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'lightning-ckpt[plot]'") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    kinds = (("every_n", estimate.every_n, "o"), ("planned", estimate.front, "."))
+    for label, points, marker in (*kinds, ("for a budget", estimate.budgets, "*")):
+        shown = [point for point in points if point.plan is not None]
+        gib = [point.peak / 2**30 for point in shown]
+        line = "-" if label == "planned" else ""
+        times = [point.relative_time for point in shown]
+        axes.plot(gib, times, marker, linestyle=line, drawstyle="steps-post", label=label)
+    axes.set_xlabel("peak memory of a step, GiB")
+    axes.set_ylabel("step time, plain training = 1")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)

@@ -32,6 +32,7 @@ class _PartialCheckpointing(Strategy):
             backward, "disk" to a file; an `OffloadConfig` says more.
         layers: which modules are the blocks, if not those that are found by themselves; as in
             `PartialCheckpoint`.
+        budget, plan: in place of `every_n`, as in `PartialCheckpoint`.
         *args: those of Lightning's strategy.
         **kwargs: those of Lightning's strategy.
 
@@ -50,9 +51,11 @@ class _PartialCheckpointing(Strategy):
         every_n: int = 1,
         offload: bool | str | OffloadConfig = False,
         layers: Any = None,
+        budget: int | float | str | None = None,
+        plan: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.fit_plan = FitPlan(every_n, offload, layers)
+        self.fit_plan = FitPlan(every_n, offload, layers, budget, plan)
         super().__init__(*args, **kwargs)
         if checkpoints_by_itself(self):
             raise MisconfigurationException(
@@ -73,6 +76,7 @@ class _PartialCheckpointing(Strategy):
             refuse_xla(trainer)
             self.fit_plan.apply_on_all_ranks(self.lightning_module)
             self.fit_plan.tell(trainer)
+            self.fit_plan.measure(trainer)
         super().setup(trainer)
 
     @override

@@ -8,19 +8,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_ckpt.core.budget import format_bytes
+from lightning_ckpt.core.estimate import Estimate, Point
 from lightning_ckpt.core.offload import OffloadReport
 from lightning_ckpt.core.plan import BlockPlan, Plan
 from lightning_ckpt.core.report import Difference, Report
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print which blocks are recomputed, one row for each run of blocks of one class.
+    """Print what happens to the blocks, one row for each run of blocks of one class; where the plan
+    was not made from an interval, one for each action in it.
 
     Args:
         plan: the plan in force.
         console: where to print; a terminal of the usual kind by default.
     """
     console = console or Console()
+    table = _interval_table(plan) if plan.every_n else _action_table(plan)
+    console.print(_title(plan), style="bold", markup=False, highlight=False)
+    console.print(table)
+    for note in plan.notes:
+        console.print(f"Note: {note}", style="yellow", markup=False, highlight=False)
+
+
+def _interval_table(plan: Plan) -> Table:
     table = Table()
     table.add_column("Block class")
     table.add_column("Recomputed", justify="right")
@@ -28,17 +39,67 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     table.add_column("Saved tensors wait")
     for (_, class_name), group in groupby(plan, key=_family):
         blocks = list(group)
-        recomputed = [block for block in blocks if block.action == "recompute"]
+        recomputed = [block for block in blocks if block.action != "keep"]
         table.add_row(
             class_name,
             f"{len(recomputed)} of {len(blocks)}",
             short_names([block.name for block in recomputed]),
             _waiting_place(blocks),
         )
-    console.print(_title(plan), style="bold", markup=False, highlight=False)
-    console.print(table)
-    for note in plan.notes:
-        console.print(f"Note: {note}", style="yellow", markup=False, highlight=False)
+    return table
+
+
+def _action_table(plan: Plan) -> Table:
+    table = Table()
+    table.add_column("Block class")
+    table.add_column("In backward")
+    table.add_column("Blocks", justify="right")
+    table.add_column("Which", overflow="fold")
+    table.add_column("Saved tensors wait")
+    for (_, class_name), group in groupby(plan, key=_family):
+        blocks = list(group)
+        for action, what in _ACTIONS.items():
+            same = [block for block in blocks if block.action == action]
+            if same:
+                names = short_names([block.name for block in same])
+                table.add_row(class_name, what, str(len(same)), names, _waiting_place(same))
+    return table
+
+
+_ACTIONS = {
+    "keep": "kept",
+    "recompute": "recomputed",
+    "recompute_saving": "recomputed but for attention and products",
+    "recompute_saving_attention": "recomputed but for attention",
+}
+
+
+def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
+    """Print what plans are predicted to cost: intervals, the planner's front, and the choices for
+    budgets.
+
+    Args:
+        estimate: from `lightning_ckpt.estimate`.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    table = Table()
+    table.add_column("Plan")
+    table.add_column("Blocks recomputed", justify="right")
+    table.add_column("Peak", justify="right")
+    table.add_column("Step time", justify="right")
+    for points in (estimate.every_n, estimate.front, estimate.budgets):
+        for point in points:
+            table.add_row(*_cells(point))
+        table.add_section()
+    (console or Console()).print(table)
+
+
+def _cells(point: Point) -> tuple[str, str, str, str]:
+    peak = format_bytes(point.peak, up=True)
+    if point.plan is None:
+        return point.label, "-", f"needs {peak}", "-"
+    blocks = f"{point.plan.num_recomputed} of {len(point.plan)}"
+    return point.label, blocks, peak, f"{point.relative_time:.3f}"
 
 
 def print_offload(report: OffloadReport, console: Console | None = None) -> None:
@@ -116,9 +177,10 @@ def short_names(names: Sequence[str]) -> str:
 
 
 def _title(plan: Plan) -> str:
+    interval = f" (every_n={plan.every_n})" if plan.every_n else ""
     return (
-        f"PartialCheckpoint: {plan.num_recomputed} of {len(plan)} blocks are recomputed "
-        f"in backward (every_n={plan.every_n})"
+        f"PartialCheckpoint: {plan.num_recomputed} of {len(plan)} blocks are recomputed in backward"
+        f"{interval}"
     )
 
 

@@ -120,12 +120,14 @@ def refuse_unverifiable(trainer: "pl.Trainer", module: "pl.LightningModule") -> 
 
 def verify_in_fit(plan: FitPlan, module: "pl.LightningModule", batch: Any, batch_idx: int) -> None:
     """Verify `plan`, which is in force, on a batch of a running fit; each rank on its own batch.
+    Of a plan that was given block by block, or will be chosen by a budget, every block is computed
+    again in it.
 
     Raises:
         RuntimeError: a step differs by checkpointing, on this rank or another.
     """
     trainer = module.trainer
-    plan.remove()
+    plan.take_back()
     try:
         report = verify(
             module,

@@ -20,6 +20,7 @@ PLACES = {
     "hydra": ["config.py"],
     "omegaconf": ["config.py"],
     "rich": ["summary.py"],
+    "matplotlib": ["images.py", "plot.py"],
     "transformers": [],  # found in sys.modules, never imported
 }
 
@@ -157,8 +158,11 @@ PUBLIC = {
     "Plan",
     "Report",
     "apply_partial_checkpoint",
+    "draw_estimate",
+    "estimate",
     "find_blocks",
     "is_recomputing",
+    "print_estimate",
     "verify",
 }
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from lightning_ckpt.core.plan import every_n_plan
+from lightning_ckpt.core.plan import BlockPlan, Plan, every_n_plan
 from lightning_ckpt.core.report import Difference, Report
 from lightning_ckpt.summary import print_plan, print_report, short_names
 
@@ -78,3 +78,25 @@ def test_report_says_what_differs_and_where_from() -> None:
 def test_report_of_nothing_recomputed_says_so() -> None:
     """All blocks frozen, or under no_grad: equal, and nothing was shown."""
     assert "no block was seen to be computed again" in printed(Report((), {"a.0": 0}), 200)
+
+
+def test_a_plan_without_an_interval_has_a_row_for_each_action() -> None:
+    plan = Plan(
+        (
+            BlockPlan("a.0", "A", "recompute", "host"),
+            BlockPlan("a.1", "A", "recompute_saving"),
+            BlockPlan("a.2", "A", "recompute_saving_attention"),
+            BlockPlan("a.3", "A", "keep"),
+            BlockPlan("a.4", "A", "keep"),
+        )
+    )
+    text = printed(plan, width=120)
+    assert "3 of 5 blocks are recomputed in backward\n" in text
+    assert "every_n" not in text
+    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+    assert [row[1:-1] for row in rows] == [
+        ["A", "kept", "2", "a.{3,4}", "on the device"],
+        ["A", "recomputed", "1", "a.0", "host"],
+        ["A", "recomputed but for attention and products", "1", "a.1", "on the device"],
+        ["A", "recomputed but for attention", "1", "a.2", "on the device"],
+    ]

@@ -14,6 +14,7 @@ from torch._C import _autograd as profiler_calls
 from torch._C import _profiler as profiler_types
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch import config as _compiler_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.profiler import KinetoStepTracker
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -23,11 +24,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "ATTENTION",
     "BATCH_STATISTICS",
+    "PRODUCTS",
+    "ROUTING",
     "Allocation",
+    "FakeTensorMode",
     "FullyShardedDataParallel",
     "OptimizedModule",
     "TorchDispatchMode",
+    "changes_arguments",
     "checkpoint_around",
     "checkpointed_by_torch",
     "compiler_memory_budget",
@@ -47,6 +53,27 @@ __all__ = [
 
 # BatchNorm and InstanceNorm of every dimension share this base and no public one.
 BATCH_STATISTICS = nn.modules.batchnorm._NormBase
+
+
+def _operations(*names: str) -> frozenset[Any]:
+    """All overloads of these operations, of those that this torch has."""
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    return frozenset(
+        getattr(packet, overload) for packet in packets if packet for overload in packet.overloads()
+    )
+
+
+# What a dispatch mode sees where a model calls `scaled_dot_product_attention`, multiplies matrices,
+# or chooses experts.
+ATTENTION = _operations(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution")
+ROUTING = _operations("topk")
 
 
 def checkpointed_by_torch(module: nn.Module) -> str | None:
@@ -79,6 +106,12 @@ def checkpoint_around() -> Literal["non-reentrant", "reentrant"] | None:
 def compiler_memory_budget() -> float:
     """The share of activations that compiled code may keep; below 1 it recomputes by itself."""
     return float(_compiler_config.activation_memory_budget)
+
+
+def changes_arguments(operation: Any) -> bool:
+    """Whether an operation, as a dispatch mode gets it, changes one of its arguments in place."""
+    schema = getattr(operation, "_schema", None)  # higher-order operators have none
+    return schema is not None and schema.is_mutable
 
 
 def tensor_version(tensor: Tensor) -> int:

@@ -1,7 +1,9 @@
 """Make a model follow a plan, and undo it."""
 
+import difflib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -12,6 +14,7 @@ from torch import nn
 from lightning_ckpt.core import _transformers
 from lightning_ckpt.core._torch import checkpointed_by_torch
 from lightning_ckpt.core.blocks import Block, select_blocks
+from lightning_ckpt.core.budget import read_budget
 from lightning_ckpt.core.offload import (
     OffloadConfig,
     Offloader,
@@ -20,7 +23,7 @@ from lightning_ckpt.core.offload import (
     put_in_force,
     read_offload,
 )
-from lightning_ckpt.core.plan import Action, Plan, check_every_n, every_n_plan
+from lightning_ckpt.core.plan import Action, Plan, PlanLike, check_every_n, every_n_plan, read_plan
 from lightning_ckpt.core.swap import swap_in, swap_out
 
 logger = logging.getLogger("lightning_ckpt")
@@ -121,6 +124,8 @@ def apply_partial_checkpoint(
     every_n: int = 1,
     offload: bool | str | OffloadConfig = False,
     layers: Any = None,
+    *,
+    plan: PlanLike | None = None,
 ) -> Handle:
     """Make every `every_n`-th repeated block of `module` checkpoint itself.
 
@@ -140,6 +145,8 @@ def apply_partial_checkpoint(
         layers: which modules are the blocks, if not those that `find_blocks` finds by itself: a
             class, a class name, a pattern of qualified names (`"encoder.layers.*"`), several of
             these, or a predicate `(name, module) -> bool`.
+        plan: what happens to each block, in place of the arguments above: a `Plan`, its dict, or
+            the path of a YAML or JSON file. Blocks that it does not name are kept.
 
     Returns:
         A handle with the applied plan, that undoes it.
@@ -149,7 +156,11 @@ def apply_partial_checkpoint(
         ValueError: an argument has an impossible value, no block was found, or a block is
             checkpointed by other means already.
     """
-    handle = apply_quietly(module, every_n, offload, layers)
+    if plan is None:
+        handle = apply_quietly(module, every_n, offload, layers)
+    else:
+        check_words(every_n, offload, layers, plan=plan)
+        handle = apply_plan_quietly(module, read_plan(plan))
     for note in handle.plan.notes:
         logger.warning(note)
     return handle
@@ -162,19 +173,104 @@ def apply_quietly(
     check_every_n(every_n)
     config = read_offload(offload)
     blocks, notes = select_blocks(module, layers)
+    names = [(block.name, type(block.module).__name__) for block in blocks]
+    target, scope = (config.target, config.scope) if config else (None, "inputs")
+    plan = every_n_plan(names, every_n, target, notes, scope)
+    return _apply(module, blocks, plan, config)
+
+
+def apply_plan_quietly(module: nn.Module, plan: Plan) -> Handle:
+    """Put a plan of this model in force, block by block.
+
+    Raises:
+        ValueError: a block that it names is not there, is of another class, or lies in another.
+    """
+    places = {block.offload for block in plan if block.offload}
+    if len(places) > 1:
+        raise ValueError(f"plan offloads to {' and '.join(sorted(places))}; choose one place")
+    config = OffloadConfig(target=places.pop(), scope="all") if places else None
+    return _apply(module, named_blocks(module, plan), plan, config)
+
+
+def check_words(
+    every_n: int, offload: Any, layers: Any, budget: Any = None, plan: Any = None
+) -> None:
+    """Refuse words beside one that says the same in another way.
+
+    Raises:
+        ValueError: two contradict each other.
+    """
+    given = {
+        "every_n": every_n != 1,
+        "offload": offload is not False,
+        "layers": layers is not None,
+        "budget": budget is not None,
+    }
+    beside = ["every_n", "offload", "layers", "budget"] if plan is not None else []
+    if budget is not None:
+        read_budget(budget)
+        beside += ["every_n", "offload"]
+    for name in beside:
+        if given[name]:
+            word = "budget" if plan is None else "plan"
+            raise ValueError(
+                f"{word}= and {name}= are both given, and {word}= chooses what happens to each "
+                f"block; drop one of the two"
+            )
+
+
+def named_blocks(root: nn.Module, plan: Plan) -> list[Block]:
+    """The modules that `plan` names, in its order."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    blocks = []
+    for entry in plan:
+        module = modules.get(entry.name) if entry.name else None
+        if module is None:
+            near = difflib.get_close_matches(entry.name, modules, n=3)
+            raise ValueError(
+                f"plan names block {entry.name!r}, which {type(root).__name__} does not have; "
+                f"nearest: {', '.join(map(repr, near)) or 'none'}"
+            )
+        if entry.class_name not in ("", type(module).__name__):
+            raise ValueError(
+                f"plan was made for another model: block {entry.name!r} is a "
+                f"{entry.class_name} there, and here a {type(module).__name__}"
+            )
+        blocks.append(Block(entry.name, module))
+    _refuse_overlap(blocks)
+    return blocks
+
+
+def _refuse_overlap(blocks: Sequence[Block]) -> None:
+    inside = {
+        id(part): b.name for b in blocks for part in b.module.modules() if part is not b.module
+    }
+    for index, block in enumerate(blocks):
+        twin = next((b.name for b in blocks[:index] if b.module is block.module), None)
+        outer = inside.get(id(block.module), twin)
+        if outer is not None:
+            raise ValueError(
+                f"plan names block {block.name!r}, which is, or lies in, its block {outer!r} and "
+                "would be computed thrice; keep one of the two"
+            )
+
+
+def _apply(
+    module: nn.Module, blocks: Sequence[Block], plan: Plan, config: OffloadConfig | None
+) -> Handle:
     _refuse_checkpointed(module, blocks)
     _refuse_nested(blocks)
     offloader = make_offloader(config, module) if config else None
     if config is not None and nothing_to_move(config):
-        notes += (
-            "offload: there is no accelerator, every tensor is on the host already and there is "
-            "nothing to move",
+        plan = replace(
+            plan,
+            notes=(
+                *plan.notes,
+                "offload: there is no accelerator, every tensor is on the host already and there "
+                "is nothing to move",
+            ),
         )
-    modules = [block.module for block in blocks]
-    names = [(block.name, type(block.module).__name__) for block in blocks]
-    target, scope = (config.target, config.scope) if config else (None, "inputs")
-    plan = every_n_plan(names, every_n, target, notes, scope)
-    handle = Handle(plan, modules, offloader)
+    handle = Handle(plan, [block.module for block in blocks], offloader)
     try:
         _put_in_force(handle, module)
     except BaseException:
@@ -187,7 +283,7 @@ def _put_in_force(handle: Handle, root: nn.Module) -> None:
     undo, notes = _transformers.take_over_switches(root, handle._blocks)
     handle._undo.append(undo)
     plan = handle.plan
-    handle.plan = Plan(plan.blocks, plan.every_n, plan.notes + tuple(notes))
+    handle.plan = replace(plan, notes=plan.notes + tuple(notes))
     for block, block_plan in zip(handle._blocks, plan, strict=True):
         offloader = handle.offloader if block_plan.offload else None
         entry = _Entry(ref(handle), block_plan.action, offloader)

@@ -50,8 +50,9 @@ def gradients_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from _plain(parameter.grad)
 
 
-def wraps_tensors(kind: type) -> bool:
-    """Whether it is a wrapper subclass, by the protocol that `torch.compile` asks of them."""
+def wraps_tensors(kind: Any) -> bool:
+    """Whether it is a wrapper subclass, by the protocol that `torch.compile` asks of them. DTensor
+    and the like go first, and come back to a dispatch mode with operations on plain tensors."""
     return hasattr(kind, "__tensor_flatten__")
 
 

@@ -1,6 +1,5 @@
 """Live tensor bytes in host memory, followed operation by operation."""
 
-import os
 import weakref
 from collections.abc import Iterable
 from time import time_ns
@@ -9,17 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ckpt.core._torch import TorchDispatchMode
 from lightning_ckpt.core.breakdown import Event
 from lightning_ckpt.core.holders import parts_of, storages_of, tensors_in, wraps_tensors
+from lightning_ckpt.core.mode_stack import StackedMode
 from lightning_ckpt.core.peak import PeakTracker
 
 
 class LiveBytes(PeakTracker):
-    """Live bytes of tensors in host memory, by a dispatch mode that is on while not paused."""
+    """Live bytes of tensors in host memory, by a dispatch mode that is on while not paused.
 
-    def __init__(self) -> None:
-        self._mode = _CountingMode()
+    Args:
+        storage_device: where the storages lie that are counted; "meta" for fake tensors.
+    """
+
+    def __init__(self, storage_device: str = "cpu") -> None:
+        self._mode = _CountingMode(storage_device)
 
     def resume(self, *holders: Any) -> None:
         self._mode.count(holders)
@@ -71,41 +74,17 @@ class _Counted(weakref.ref[torch.UntypedStorage]):
     num_bytes: int
 
 
-class _CountingMode(TorchDispatchMode):
+class _CountingMode(StackedMode):
     """Counts storages while it is on. An error in here would end the step that it measures."""
 
-    # Without it torch refuses higher-order operators (`torch.cond`, flex attention) in here.
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let a compiled function that `_find_compiled` could not see run compiled: the figure then
-        misses its temporaries, but the training is the same. Older torch does not ask.
-        """
-        return True
-
-    def __init__(self) -> None:
+    def __init__(self, storage_device: str) -> None:
         super().__init__()
+        self.storage_device = storage_device
         self.live = 0
         self.peak = 0
-        self.on = False
         self.events: list[Event] | None = None
         # By `id`, which is stable: torch keeps the Python object as long as the storage lives.
         self._counted: dict[int, _Counted] = {}
-
-    def enter(self) -> None:
-        if self not in _entered:
-            self.__enter__()
-            _entered.append(self)
-        self.on = True
-
-    def leave(self) -> None:
-        """Torch takes off whatever mode is on top, so two trackers that end in the order in which
-        they began would take off each other: the lower one stays there, idle, until it is on top.
-        """
-        self.on = False
-        while _entered and not _entered[-1].on:
-            _entered.pop().__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # DTensor and the like go first, and come back here with operations on plain tensors.
@@ -148,7 +127,7 @@ class _CountingMode(TorchDispatchMode):
         if known is not None and known.num_bytes == num_bytes:
             return
         if known is None:
-            if storage.device.type != "cpu":  # fake and meta tensors too
+            if storage.device.type != self.storage_device:
                 return
             known = self._counted[id(storage)] = _Counted(storage, self._died)
             known.key, known.kind, known.num_bytes = id(storage), None, 0
@@ -199,15 +178,3 @@ _VIEWS = frozenset(
         aten.view.default,
     )
 )
-
-_entered: list[_CountingMode] = []  # those on torch's stack, the lowest first
-
-
-def _idle_after_fork() -> None:
-    """A process that is forked in here (a data loader's worker) has its own copy of the modes."""
-    for mode in _entered:
-        mode.on = False
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle_after_fork)

@@ -1,10 +1,16 @@
 """What happens to each block, as plain data that needs no model."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
-Action = Literal["recompute", "keep"]
+import yaml
+
+Action = Literal["keep", "recompute", "recompute_saving", "recompute_saving_attention"]
+Place = Literal["host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +20,9 @@ class BlockPlan:
     Attributes:
         name: fully qualified name in the module that the plan was made for.
         class_name: name of the block's class.
-        action: "recompute" (drop the activations, compute them again in backward) or "keep".
+        action: "keep" (its activations), "recompute" (drop them, compute them again in backward),
+            "recompute_saving" (the same, but keep what attention and matrix products gave) or
+            "recompute_saving_attention" (keep what attention gave).
         offload: where what the block saves for backward waits for it ("host", "disk"): the inputs
             of a block that is computed again, all that a kept one saves. None: on the device.
     """
@@ -22,7 +30,7 @@ class BlockPlan:
     name: str
     class_name: str
     action: Action
-    offload: str | None = None
+    offload: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,12 @@ class Plan:
 
     Attributes:
         blocks: one entry per block.
-        every_n: the interval that the plan was made from.
+        every_n: the interval that the plan was made from; None if it was made otherwise.
         notes: sentences for the user about what was met on the way.
     """
 
     blocks: tuple[BlockPlan, ...]
-    every_n: int
+    every_n: int | None = None
     notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[BlockPlan]:
@@ -47,8 +55,8 @@ class Plan:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Names of the blocks that are computed again in backward."""
-        return tuple(block.name for block in self.blocks if block.action == "recompute")
+        """Names of the blocks that are computed again in backward, as a whole or in part."""
+        return tuple(block.name for block in self.blocks if block.action != "keep")
 
     @property
     def num_recomputed(self) -> int:
@@ -56,7 +64,7 @@ class Plan:
         return len(self.recomputed)
 
     @property
-    def offload(self) -> str | None:
+    def offload(self) -> Place | None:
         """Where saved tensors go ("host", "disk"), None if they stay on the device."""
         return next((block.offload for block in self.blocks if block.offload), None)
 
@@ -67,6 +75,95 @@ class Plan:
             "blocks": [asdict(block) for block in self.blocks],
             "notes": list(self.notes),
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_dict` gave, or that somebody wrote.
+
+        Args:
+            data: `blocks`, a list of dicts with the fields of `BlockPlan`, of which `name` and
+                `action` are needed; `every_n` and `notes` for information.
+
+        Raises:
+            TypeError: it is of another shape.
+            ValueError: a key or a word is not known, or a block is named twice.
+        """
+        if not isinstance(data, Mapping) or not isinstance(data.get("blocks"), Sequence):
+            raise TypeError(
+                f"plan must be a dict with a list of blocks, got {data!r}; see Plan.to_dict()"
+            )
+        _check_keys(data, {"blocks", "every_n", "notes"}, "plan")
+        blocks = tuple(_read_block(entry) for entry in data["blocks"])
+        names = [block.name for block in blocks]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"plan names block {name!r} twice; keep one of the two")
+        if not blocks:
+            raise ValueError("plan has no blocks; name each with its action")
+        every_n = data.get("every_n")
+        return cls(
+            blocks,
+            None if every_n is None else check_every_n(every_n),
+            tuple(map(str, data.get("notes") or ())),
+        )
+
+
+PlanLike: TypeAlias = Plan | Mapping[str, Any] | str | PathLike[str]
+
+
+def _read_block(entry: Any) -> BlockPlan:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise TypeError(f"plan has a block {entry!r}; it must be a dict with at least a name")
+    _check_keys(entry, {field.name for field in fields(BlockPlan)}, "a block of the plan")
+    action, offload = entry.get("action"), entry.get("offload")
+    _check_word("action", action, get_args(Action), entry["name"])
+    if offload is not None:
+        _check_word("offload", offload, get_args(Place), entry["name"])
+    return BlockPlan(entry["name"], str(entry.get("class_name") or ""), action, offload)  # type: ignore[arg-type]
+
+
+def _check_keys(entry: Mapping[str, Any], known: set[str], what: str) -> None:
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"{what} has the key {key!r}; it takes {', '.join(sorted(known))}")
+
+
+def _check_word(key: str, value: Any, words: Sequence[str], name: str) -> None:
+    if value not in words:
+        raise ValueError(
+            f"{key}={value!r} of block {name!r} in the plan is not known; use {', '.join(words)}"
+        )
+
+
+def read_plan(plan: PlanLike) -> Plan:
+    """A plan from what a user has: a `Plan`, a dict, or a YAML or JSON file.
+
+    Raises:
+        TypeError, ValueError: as `Plan.from_dict`; also: it is no file, or not one of these.
+    """
+    if isinstance(plan, Plan):
+        return Plan.from_dict(plan.to_dict())  # a plan made by hand is checked as well
+    if isinstance(plan, Mapping):
+        return Plan.from_dict(plan)
+    if not isinstance(plan, (str, PathLike)):
+        raise TypeError(f"plan must be a Plan, a dict or the path of a file, got {plan!r}")
+    path = Path(plan)
+    if not path.is_file():
+        raise ValueError(f"plan={str(plan)!r} is no file; give a YAML or JSON file of a plan")
+    try:
+        return Plan.from_dict(yaml.safe_load(path.read_text()))  # JSON is YAML
+    except yaml.YAMLError as error:
+        raise ValueError(f"plan={str(plan)!r} is neither YAML nor JSON: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{plan}: {error}") from None
+
+
+def write_plan(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write a plan to a file that `read_plan` takes: JSON if it is called so, else YAML."""
+    path = Path(path)
+    data = plan.to_dict()
+    text = json.dumps(data, indent=2) if path.suffix == ".json" else yaml.safe_dump(data)
+    path.write_text(text)
 
 
 def check_every_n(every_n: int) -> int:
@@ -87,7 +184,7 @@ def check_every_n(every_n: int) -> int:
 def every_n_plan(
     blocks: Sequence[tuple[str, str]],
     every_n: int,
-    offload: str | None,
+    offload: Place | None,
     notes: Sequence[str] = (),
     scope: str = "inputs",
 ) -> Plan:

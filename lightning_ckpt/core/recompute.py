@@ -10,7 +10,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,18 @@ from lightning_ckpt.core.compiled import (
     warn_of_offload,
 )
 from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
+from lightning_ckpt.core.saving import Contexts, Saving, contexts
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
 from lightning_ckpt.core.watchers import watched
 
 Forward = Callable[..., Any]
+Phase = Literal["forward", "recompute"]
+Watch = Callable[[Phase], AbstractContextManager[Any]]
+Watcher = Callable[[nn.Module], Watch | None]
 
 _depth = threading.local()  # backward runs in threads of its own
+_watcher: Watcher | None = None  # not of one thread, for the same reason
 
 
 def is_recomputing() -> bool:
@@ -52,6 +58,19 @@ def is_recomputing() -> bool:
     return getattr(_depth, "value", 0) > 0
 
 
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """While this lasts, ask `watcher(block)` at each call of a checkpointed block for a watch. It
+    makes a context for each computation of the call: `watch("forward")`, `watch("recompute")`.
+    """
+    global _watcher
+    before, _watcher = _watcher, watcher
+    try:
+        yield
+    finally:
+        _watcher = before
+
+
 class Options(NamedTuple):
     """What is known of a block before it is called.
 
@@ -59,10 +78,12 @@ class Options(NamedTuple):
         saved_inputs: makes the context, for a block, in which its arguments are saved for backward;
             None: they stay where they are.
         takes_caches: whether Transformers may give it key-value caches.
+        saving: which of its results are kept for the recompute; None: none.
     """
 
     saved_inputs: Callable[[nn.Module], AbstractContextManager[Any]] | None
     takes_caches: bool
+    saving: Saving | None = None
 
 
 def checkpointed_forward(
@@ -122,7 +143,10 @@ def _traced(
     def region(*args: Any) -> Any:  # keywords inside: `checkpoint` would take some for its own
         return forward(module, *args, **kwargs)
 
-    return checkpoint(region, *args, use_reentrant=False)
+    if options.saving is None:
+        return checkpoint(region, *args, use_reentrant=False)
+    kept = partial(contexts, options.saving)
+    return checkpoint(region, *args, use_reentrant=False, context_fn=kept)
 
 
 # Disabled, or a graph broken above would compile pieces of the block in forward and not in the
@@ -149,7 +173,7 @@ def _eager(
             return forward(module, *args, **kwargs)
     _refuse_iterators(module, flat.others)
     before = Before(module, flat.others)
-    region = _Region(module, forward, args, kwargs, flat, before)
+    region = _Region(module, forward, args, kwargs, flat, before, options.saving)
     with options.saved_inputs(module) if options.saved_inputs else nullcontext():
         result = checkpoint(region, *flat.tensors, use_reentrant=False)
     for tensor in (result,) if isinstance(result, Tensor) else flatten(result).tensors:
@@ -205,6 +229,7 @@ class _Region:
         kwargs: dict[str, Any],
         flat: Flat,
         before: Before,
+        saving: Saving | None,
     ) -> None:
         self._module = module
         self._forward = forward
@@ -215,6 +240,8 @@ class _Region:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._before: Before | None = before  # until the forward has ended
         self._replay: Replay | None = None
+        self._saved: Contexts | None = contexts(saving) if saving else None
+        self._watch: Watch | None = _watcher(module) if _watcher else None
         self._is_checked = False
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -226,7 +253,9 @@ class _Region:
             check_unchanged(replay, self._module)
         self._is_checked = False
         args, kwargs = self._build(tensors)
-        with _recomputing(self._module), replayed(replay, self._modules):
+        # In a variable of its own: it dies with this frame, so it sees when all others have died.
+        watch = self._watched("recompute")
+        with _recomputing(self._module), replayed(replay, self._modules), self._taking(), watch:
             self._surroundings.run(self._forward, self._module, *args, **kwargs)
 
     def check(self, grad: Tensor) -> None:
@@ -241,9 +270,21 @@ class _Region:
         assert self._before is not None
         args, kwargs = self._given
         self._given = None
-        result = self._forward(self._module, *args, **kwargs)
+        with self._saved[0] if self._saved else nullcontext(), self._watched("forward"):
+            result = self._forward(self._module, *args, **kwargs)
         self._replay, self._before = self._before.settle(), None
         return result
+
+    def _taking(self) -> AbstractContextManager[Any]:
+        """Take kept results in place of computing them: once. Let them go with the context, so that
+        a second backward computes them all."""
+        if self._saved is None or self._replay is None:
+            return nullcontext()
+        (_, taking), self._saved = self._saved, None
+        return taking
+
+    def _watched(self, phase: Phase) -> AbstractContextManager[Any]:
+        return nullcontext() if self._watch is None else self._watch(phase)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from lightning_ckpt.core import _transformers
 from lightning_ckpt.core.offload import kept_forward, saving
 from lightning_ckpt.core.plan import Action
 from lightning_ckpt.core.recompute import Options, checkpointed_forward
+from lightning_ckpt.core.saving import saving_of
 
 
 class _Checkpointed:
@@ -93,7 +94,7 @@ def _subclass(base: type[nn.Module], action: Action, offloads: bool, own_forward
             follows a plain function better, so it is that otherwise.)
     """
     saved_inputs = functools.partial(saving, is_recomputed=True) if offloads else None
-    options = Options(saved_inputs, _transformers.is_of_library(base))
+    options = Options(saved_inputs, _transformers.is_of_library(base), saving_of(action))
     is_function = isinstance(inspect.getattr_static(base, "forward"), types.FunctionType)
 
     def plain_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -124,6 +124,27 @@ def test_parts_of_a_coo_tensor() -> None:
     assert values.tolist() == [1, 1, 1]
 
 
+def test_the_dear_operations_are_what_a_mode_sees() -> None:
+    seen = []
+
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1, 2, 4, 8)
+    with Mode():
+        nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        nn.Linear(8, 8)(x[0])
+        nn.Conv2d(2, 2, 1)(x)
+        x.topk(1)
+    assert sum(operation in _torch.ATTENTION for operation in seen) == 1
+    assert sum(operation in _torch.PRODUCTS for operation in seen) == 2
+    assert sum(operation in _torch.ROUTING for operation in seen) == 1
+    assert all("aten" in str(operation) for operation in _torch.ATTENTION)
+    assert len(_torch.ATTENTION) >= 4, "those of accelerators are known too"
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_names_that_fsdp_manages(use_orig_params: bool, gloo: None) -> None:

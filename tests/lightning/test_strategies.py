@@ -562,6 +562,12 @@ def _ddp_precision(precision: Any) -> None:
     compare_strategies(OUR_DDP, DDP, Lit, precision=precision)
 
 
+def _ddp_budget() -> None:
+    from test_budget import two_ranks
+
+    two_ranks()
+
+
 def _ddp_string() -> None:
     """A name is enough; without arguments every block is checkpointed."""
     trainer = trainer_of(strategy="partial_checkpoint_ddp", devices=2, max_epochs=1)
@@ -986,6 +992,7 @@ TIME_OUT = 30  # seconds that one process waits for the other
 CASES: dict[str, Callable[..., None]] = {
     **{f"ddp: {case}": partial(_ddp, case) for case in DDP_CASES},
     "ddp: string": _ddp_string,
+    "ddp: budget": _ddp_budget,
     "ddp: comm hook": _ddp_comm_hook,
     "ddp: frozen part": _ddp_frozen_part,
     "ddp: unused on one rank": partial(_ddp_unused_on_one_rank, 1),

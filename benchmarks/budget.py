@@ -1,0 +1,312 @@
+"""A budget against the truth: predicted and measured peaks, and step times, on a CPU.
+
+    OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184 \
+    MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 python benchmarks/budget.py
+
+Three tables. Ten model shapes with AdamW: for five budgets between what every block recomputed and
+what plain training needs, the predicted peak against the measured one. A Llama-like shape: for
+budgets in the hole between `every_n=1` and `every_n=2`, the step time against `every_n=1`, the only
+interval that fits (steps in turn, in one process). And the time that planning takes.
+
+`--only peaks`, `--only hole`, `--only planning` for one of them. The peaks need transformers 5.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from overhead import VOCABULARY, Model, interleaved
+from torch import Tensor, nn
+
+from lightning_ckpt import BlockPlan, Plan, apply_partial_checkpoint
+from lightning_ckpt.core.budget import fastest, least_peak
+from lightning_ckpt.core.clock import Clock
+from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, predict
+from lightning_ckpt.core.estimate import measure_step
+from lightning_ckpt.core.memory import peak_tracker, track_peak
+from lightning_ckpt.core.plan import Action
+
+MIB = 2**20
+ACTIONS = get_args(Action)
+Batch = dict[str, Tensor]
+
+
+def step(model: nn.Module, batch: Batch) -> Tensor:
+    result: Any = model(**batch)
+    return result if isinstance(result, Tensor) else result.loss
+
+
+def measure(model: nn.Module, batch: Batch, optimizers: list[torch.optim.Optimizer]) -> Measurement:
+    tracker = peak_tracker("cpu", model)
+    return measure_step(model, batch, step, optimizers, tracker=tracker, clock=Clock("cpu"))
+
+
+def plan_of(measured: Measurement, actions: list[Action]) -> Plan:
+    named = zip(measured.names, measured.class_names, actions, strict=True)
+    return Plan(tuple(BlockPlan(*block) for block in named))
+
+
+# --- ten shapes
+
+
+def text(length: int = 128, vocabulary: int = 512, batch: int = 4) -> Batch:
+    tokens = torch.randint(3, vocabulary, (batch, length))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def images(size: int = 64, batch: int = 4) -> Batch:
+    return {
+        "pixel_values": torch.randn(batch, 3, size, size),
+        "labels": torch.randint(2, (batch,)),
+    }
+
+
+class UNetBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.GroupNorm(4, channels),
+            nn.SiLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(4, channels),
+            nn.SiLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class UNet(nn.Module):
+    def __init__(self, channels: int = 32, depth: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.down = nn.ModuleList(UNetBlock(channels) for _ in range(depth))
+        self.up = nn.ModuleList(UNetBlock(channels) for _ in range(depth))
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        x, skipped = self.stem(pixel_values), []
+        for block in self.down:
+            x = block(x)
+            skipped.append(x)
+            x = nn.functional.avg_pool2d(x, 2)
+        for block, skip in zip(self.up, reversed(skipped), strict=True):
+            x = block(nn.functional.interpolate(x, scale_factor=2.0) + skip)
+        return x.pow(2).mean()
+
+
+def shapes() -> dict[str, Callable[[], tuple[nn.Module, Batch]]]:
+    import transformers as hf
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    llama = {**sizes, "intermediate_size": 172, "vocab_size": 512, "use_cache": False}
+    vision = {**sizes, "intermediate_size": 256, "image_size": 64, "patch_size": 8}
+
+    def llava() -> tuple[nn.Module, Batch]:
+        config = hf.LlavaConfig(
+            vision_config=hf.CLIPVisionConfig(**vision),
+            text_config=hf.LlamaConfig(**llama),
+            image_token_index=1,
+        )
+        tokens = torch.randint(3, 512, (4, 128))
+        tokens[:, :64] = 1
+        pixels = torch.randn(4, 3, 64, 64)
+        batch = {"input_ids": tokens, "pixel_values": pixels, "labels": tokens}
+        return hf.LlavaForConditionalGeneration(config), batch
+
+    def whisper() -> tuple[nn.Module, Batch]:
+        config = hf.WhisperConfig(
+            d_model=64, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=256, decoder_ffn_dim=256,
+            vocab_size=512, num_mel_bins=16, max_source_positions=128, use_cache=False,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        )  # fmt: skip
+        labels = torch.randint(3, 512, (4, 64))
+        batch = {"input_features": torch.randn(4, 16, 256), "labels": labels}
+        return hf.WhisperForConditionalGeneration(config), batch
+
+    return {
+        "GPT": lambda: (
+            hf.GPT2LMHeadModel(
+                hf.GPT2Config(n_embd=64, n_layer=6, n_head=4, vocab_size=512, use_cache=False)
+            ),
+            text(),
+        ),
+        "T5": lambda: (
+            hf.T5ForConditionalGeneration(
+                hf.T5Config(
+                    d_model=64,
+                    d_kv=16,
+                    d_ff=256,
+                    num_layers=4,
+                    num_heads=4,
+                    vocab_size=512,
+                    decoder_start_token_id=0,
+                    use_cache=False,
+                )
+            ),
+            text(),
+        ),
+        "ViT": lambda: (hf.ViTForImageClassification(hf.ViTConfig(**vision)), images()),
+        "Swin": lambda: (
+            hf.SwinForImageClassification(
+                hf.SwinConfig(
+                    image_size=64,
+                    patch_size=4,
+                    embed_dim=32,
+                    depths=[2, 4],
+                    num_heads=[2, 4],
+                    window_size=4,
+                )
+            ),
+            images(),
+        ),
+        "ResNet": lambda: (
+            hf.ResNetForImageClassification(
+                hf.ResNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[3, 3])
+            ),
+            images(),
+        ),
+        "MoE": lambda: (
+            hf.MixtralForCausalLM(
+                hf.MixtralConfig(
+                    **llama, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2
+                )
+            ),
+            text(),
+        ),
+        "Whisper": whisper,
+        "U-Net": lambda: (UNet(), images()),
+        "LLaVA-like": llava,
+        "Mamba": lambda: (
+            hf.MambaForCausalLM(
+                hf.MambaConfig(hidden_size=64, num_hidden_layers=4, vocab_size=512, use_cache=False)
+            ),
+            text(length=32),
+        ),
+    }
+
+
+def true_peak(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, plan: Plan) -> int:
+    """Of a step as Lightning takes it."""
+    with apply_partial_checkpoint(model, plan=plan), track_peak(model, batch, optimizer) as tracker:
+        loss = step(model, batch)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        del loss
+    return tracker.peak_bytes
+
+
+def peaks() -> None:
+    print("| shape | blocks | least MiB | plain MiB | predicted over measured | over budget |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, make in shapes().items():
+        torch.manual_seed(0)
+        model, batch = make()
+        model.train()
+        step(model, batch).backward()  # buffers that the first call makes
+        model.zero_grad()
+        optimizer = torch.optim.AdamW(model.parameters())
+        measured = measure(model, batch, [optimizer])
+        low = predict(measured, least_peak(measured, ACTIONS)).peak
+        high = predict(measured, ["keep"] * len(measured.names)).peak
+        ratios, over = [], 0
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            budget = int(low + share * (high - low))
+            actions = fastest(measured, budget, ACTIONS)
+            peak = true_peak(model, batch, optimizer, plan_of(measured, actions))
+            ratios.append(predict(measured, actions).peak / peak - 1)
+            over += peak > budget
+        print(
+            f"| {name} | {len(measured.names)} | {low / MIB:.2f} | {high / MIB:.2f} | "
+            f"{min(ratios):+.2%} to {max(ratios):+.2%} | {over} of 5 |",
+            flush=True,
+        )
+
+
+# --- the hole between n=1 and n=2
+
+
+def hole(rounds: int) -> None:
+    torch.manual_seed(0)
+    model = Model(12, by_hand=False)
+    batch = {"tokens": torch.randint(VOCABULARY, (8, 256))}
+    for _ in range(2):
+        step(model, batch).backward()
+    model.zero_grad()
+    measured = measure(model, batch, [])
+    model.zero_grad()
+    plans: dict[str, Any] = {"every_n=1": None, "every_n=2": 2}
+    for mib in (200, 230, 260, 290, 310):
+        plans[f"{mib} MiB"] = plan_of(measured, fastest(measured, mib * MIB, ACTIONS))
+
+    def take(plan: Any) -> float:
+        words = {"every_n": plan or 1} if not isinstance(plan, Plan) else {"plan": plan}
+        with apply_partial_checkpoint(model, **words):
+            model.zero_grad()
+            begin = time.perf_counter()
+            step(model, batch).backward()
+            return time.perf_counter() - begin
+
+    times = interleaved({name: lambda p=plan: take(p) for name, plan in plans.items()}, rounds)
+    first = statistics.median(times["every_n=1"])
+    print("| plan | kept, partly, recomputed | peak MiB | step, every_n=1 is 1 |")
+    print("| --- | --- | --- | --- |")
+    for name, plan in plans.items():
+        words = {"every_n": plan or 1} if not isinstance(plan, Plan) else {"plan": plan}
+        model.zero_grad()
+        with apply_partial_checkpoint(model, **words) as handle, track_peak(model, batch) as t:
+            step(model, batch).backward()
+        actions = [block.action for block in handle.plan]
+        kept, whole = actions.count("keep"), actions.count("recompute")
+        ratio = statistics.median(times[name]) / first
+        peak = t.peak_bytes / MIB
+        counts = f"{kept}, {len(actions) - kept - whole}, {whole}"
+        print(f"| {name} | {counts} | {peak:.1f} | {ratio:.3f} |")
+
+
+# --- planning
+
+
+def planning(num: int = 100) -> None:
+    """Blocks that are all unlike, the hardest case."""
+    calls, segments, live = [], [], 10**6
+    for index in range(num):
+        held = 1000 + 7919 * index % 99_991
+        options: dict[Action, Option] = {
+            "recompute": Option(0, 0, 0, 1 + index % 7),
+            "keep": Option(held, held, None, 0.0),
+            "recompute_saving": Option(held // 2, held // 2, held // 8, (1 + index % 7) * 0.6),
+        }
+        calls.append(Call(index, options))
+        segments.append(Segment("forward", index, live, live + held // 3))
+        live += 5000
+    for index in reversed(range(num)):
+        held = calls[index].options["keep"].held
+        segments.append(Segment("recompute", index, live, live + held))
+        segments.append(Segment("outside", None, live + held, live + held + held // 2))
+    names = tuple(map(str, range(num)))
+    made_up = Measurement(names, ("B",) * num, tuple(calls), tuple(segments), 1e3, {})
+    low, high = (predict(made_up, [a] * num).peak for a in ("recompute", "keep"))
+    begin = time.perf_counter()
+    fastest(made_up, (low + high) // 2, ACTIONS)
+    print(f"planning {num} unlike blocks: {time.perf_counter() - begin:.3f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["peaks", "hole", "planning"])
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    parts = {"peaks": peaks, "hole": lambda: hole(options.rounds), "planning": planning}
+    for name in [options.only] if options.only else parts:
+        parts[name]()
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Measure one training step in which every block is recomputed.
+
+The recompute of a block shows what a forward alone does not: the bytes of its activations, and how
+long they take to compute, at no extra forward. A dispatch mode follows the operations inside the
+blocks, to know what the dear ones among them give and take; peaks come from `peak_tracker`.
+
+Note: [The end of a recompute]
+Torch ends a recompute by an exception as soon as backward has what it needs, and the traceback
+holds the block's local tensors until it is dropped. So the end is seen when the frame of the region
+lets go of its watch, which stands in a local variable there.
+
+Note: [What autograd holds longer]
+A node's saved tensors are let go after the gradients of what it broadcast (a bias) were summed up;
+those that a recompute gave are let go before. So a kept block may need those sums on top.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from lightning_ckpt.core._torch import changes_arguments
+from lightning_ckpt.core.clock import Clock
+from lightning_ckpt.core.costs import Call, Kind, Measurement, Segment, pooled
+from lightning_ckpt.core.holders import wraps_tensors
+from lightning_ckpt.core.mode_stack import StackedMode
+from lightning_ckpt.core.peak import PeakTracker
+from lightning_ckpt.core.recompute import Phase
+from lightning_ckpt.core.saving import SAVED
+from lightning_ckpt.core.traces import CallTrace, is_plain
+
+Mark = Literal["zero_grad", "optimizer"]
+
+
+class _Raw(NamedTuple):
+    """A stretch of the step as it was seen."""
+
+    kind: Kind
+    call: int | None
+    start: int
+    peak: int
+    grad_bytes: int
+    sum_bytes: int
+
+
+class StepRecorder:
+    """Records a step: `resume()`, the step, `pause()`; the same again for more micro-batches; then
+    `finish()`. Its `watch` is for `recompute.watching`.
+
+    Args:
+        root: the model.
+        blocks: its blocks, in the plan's order.
+        tracker: tells live bytes and peaks.
+        clock: tells times.
+    """
+
+    def __init__(
+        self, root: nn.Module, blocks: Sequence[nn.Module], tracker: PeakTracker, clock: Clock
+    ) -> None:
+        self._root = root
+        self._index = {id(block): index for index, block in enumerate(blocks)}
+        self._tracker = tracker
+        self._clock = clock
+        self._mode = _FollowingMode(self)
+        self.calls: list[CallTrace] = []
+        self.current: CallTrace | None = None  # the call that computes now
+        self._raw: list[_Raw] = []
+        self._marks: dict[Mark, int] = {}
+        self._kind: Kind = "outside"
+        self._call: int | None = None
+        self._start = 0
+        self._sums = self._most_sums = 0  # bytes, of those in a row
+        self._is_cut_soon = False
+        self._times: list[tuple[Any, Any]] = []
+        self._resumed: Any = None
+        self._state_bytes: int | None = None
+        self._overhead = clock.overhead_seconds()
+
+    def resume(self, *holders: Any, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Record from here on, with the tensors in `holders` counted in."""
+        self._tracker.resume(self._root, list(optimizers), *holders)
+        if self._state_bytes is None:
+            self._state_bytes = state_bytes(optimizers, self._clock.device)
+        self._tracker.reset_peak()
+        self._kind, self._call, self._start = "outside", None, self._tracker.current_bytes
+        self._mode.enter()
+        self._resumed = self._clock.mark()
+
+    def pause(self) -> None:
+        """Leave what comes out of the record."""
+        if self._resumed is not None:
+            self._times.append((self._resumed, self._clock.mark()))
+            self._resumed = None
+            self._cut("outside")
+        self._mode.leave()
+        self._tracker.pause()
+
+    def stop(self) -> None:
+        """Let go of everything."""
+        self._mode.leave()
+        self._tracker.stop()
+        self.current = None
+
+    def mark(self, mark: Mark) -> None:
+        """Say that gradients are let go now, or that the optimizer steps now."""
+        if self._resumed is not None:
+            self._cut("outside")
+            self._marks.setdefault(mark, len(self._raw))
+
+    def watch(self, block: nn.Module) -> "_Watch | None":
+        """What follows the computations of one call of `block`."""
+        index = self._index.get(id(block))
+        if index is None or self._resumed is None:
+            return None
+        self.calls.append(CallTrace(index, self._clock, self))
+        return _Watch(self, len(self.calls) - 1)
+
+    def begin(self, call: int, phase: Phase) -> None:
+        if self._resumed is None:
+            return
+        self._cut(phase, call)
+        self.current = self.calls[call]
+        self.current.begin(phase, self._start)
+
+    def end(self, call: int) -> None:
+        if self.current is self.calls[call]:
+            self.current.end(self._tracker.current_bytes)
+            self.current = None
+            self._cut("outside")
+
+    def live_bytes(self) -> int:
+        return self._tracker.current_bytes
+
+    def index(self) -> int:
+        return len(self._raw)
+
+    def cut_soon(self) -> int:
+        # Not now: who follows live bytes may hear of the death only after us.
+        self._is_cut_soon = True
+        return len(self._raw) + 1
+
+    def cut_if_asked(self) -> None:
+        if self._is_cut_soon and self._kind == "outside":
+            self._cut("outside")
+
+    def see_outside(self, operation: Any, result: Any) -> None:
+        """Note: [What autograd holds longer]."""
+        if operation is _SUM:
+            self._sums += result.nbytes
+            self._most_sums = max(self._most_sums, self._sums)
+        elif operation not in _IGNORED:
+            self._sums = 0
+
+    def _cut(self, kind: Kind, call: int | None = None) -> None:
+        """End the stretch that lasts, and begin another."""
+        now = self._tracker.current_bytes
+        peak = max(self._tracker.peak_bytes, self._start, now)
+        self._raw.append(
+            _Raw(self._kind, self._call, self._start, peak, self._grad_bytes(), self._most_sums)
+        )
+        self._tracker.reset_peak()
+        self._sums = self._most_sums = 0
+        self._is_cut_soon = False
+        self._kind, self._call, self._start = kind, call, now
+
+    def _grad_bytes(self) -> int:
+        grads = [p.grad for p in self._root.parameters() if p.grad is not None]
+        return _bytes_of(grads, self._clock.device)
+
+    def finish(
+        self,
+        names: Sequence[str],
+        class_names: Sequence[str],
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        holds_grads: bool = False,
+    ) -> Measurement:
+        """What was recorded, as it is in a step that finds the optimizer's states there.
+
+        Args:
+            names, class_names: of the blocks.
+            optimizers: those that stepped.
+            holds_grads: whether the forward of a later step still holds the gradients of the step
+                before, until the mark "zero_grad" or, without one, until backward.
+        """
+        self._clock.synchronize()
+        device = self._clock.device
+        states = max(0, state_bytes(optimizers, device) - (self._state_bytes or 0))
+        grads = max((raw.grad_bytes for raw in self._raw), default=0)
+        stepped = self._marks.get("optimizer", len(self._raw))
+        kinds = [raw.kind for raw in self._raw]
+        backward = kinds.index("recompute") if "recompute" in kinds else 0
+        zeroed = self._marks.get("zero_grad", backward) if holds_grads else 0
+        segments = []
+        for index, raw in enumerate(self._raw):
+            more = states if index < stepped else 0
+            more += grads - raw.grad_bytes if index < zeroed else 0
+            peak = raw.peak + more + (raw.sum_bytes if index > backward else 0)
+            segments.append(Segment(raw.kind, raw.call, raw.start + more, peak))
+        step = Measurement(
+            tuple(names),
+            tuple(class_names),
+            tuple(Call(trace.block, trace.options(self._overhead)) for trace in self.calls),
+            tuple(segments),
+            sum(self._clock.seconds(begin, end) for begin, end in self._times),
+            {
+                "parameters and buffers": _bytes_of(
+                    [*self._root.parameters(), *self._root.buffers()], device
+                ),
+                "gradients": grads,
+                "optimizer states": states + (self._state_bytes or 0),
+            },
+        )
+        return pooled(step)
+
+
+class _Watch:
+    """Follows one call, from the region that makes it: Note: [The end of a recompute]."""
+
+    def __init__(self, recorder: StepRecorder, call: int) -> None:
+        self._recorder = recorder
+        self._call = call
+
+    def __call__(self, phase: Phase) -> "_Moment":
+        return _Moment(self._recorder, self._call, phase)
+
+
+class _Moment:
+    """One computation of a call."""
+
+    def __init__(self, recorder: StepRecorder, call: int, phase: Phase) -> None:
+        self._recorder = recorder
+        self._call = call
+        self._phase = phase
+        self._has_begun = False
+
+    def __enter__(self) -> None:
+        self._has_begun = True
+        self._recorder.begin(self._call, self._phase)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._phase == "forward":
+            self._recorder.end(self._call)
+
+    def __del__(self) -> None:
+        if self._has_begun and self._phase == "recompute":
+            self._recorder.end(self._call)
+
+
+class _FollowingMode(StackedMode):
+    """Looks at the operations inside of blocks. An error in here would end the training step."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(wraps_tensors, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if self.on:
+            self._recorder.cut_if_asked()
+        trace = self._recorder.current
+        if not self.on or trace is None or func in _IGNORED:
+            result = func(*args, **kwargs)
+            self._recorder._clock.advance(func, args, kwargs, result)
+            self._recorder.see_outside(func, result)
+            return result
+        if changes_arguments(func):
+            trace.spoil([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])
+        begin = self._recorder._clock.mark() if func in _DEAR else None
+        result = func(*args, **kwargs)
+        self._recorder._clock.advance(func, args, kwargs, result)
+        end = self._recorder._clock.mark() if func in _DEAR else None
+        given = (*args, *kwargs.values())
+        trace.add(func, given, result, (begin, end), self._recorder.live_bytes())
+        return result
+
+
+# A recompute detaches what it computes, a forward does not; fake tensors are asked for more. A view
+# between two sums does not end their row.
+_SUM = torch.ops.aten.sum.dim_IntList
+_IGNORED = frozenset({*SAC_IGNORED_OPS, torch.ops.aten.view.default})
+_DEAR = frozenset().union(*SAVED.values())
+
+
+def state_bytes(optimizers: Sequence[Optimizer], device: torch.device) -> int:
+    """Bytes of the states that optimizers have by now."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    values = [value for state in states if isinstance(state, dict) for value in state.values()]
+    return _bytes_of([value for value in values if isinstance(value, Tensor)], device)
+
+
+def _bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of the storages behind `tensors` on `device`, each counted once."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    plain = (t for t in local if is_plain(t) and t.device.type == device.type)
+    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in plain)}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,261 @@
+"""What was seen of one call of a block: its forward, and its recompute."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_ckpt.core.clock import Clock
+from lightning_ckpt.core.costs import Option
+from lightning_ckpt.core.plan import Action
+from lightning_ckpt.core.recompute import Phase
+from lightning_ckpt.core.saving import SAVED, Saving
+
+
+class Segments(Protocol):
+    """The step's segments, as they are recorded."""
+
+    def index(self) -> int:
+        """Of the segment that lasts now."""
+
+    def cut_soon(self) -> int:
+        """Begin another one at the next operation; returns its index."""
+
+
+class CallTrace:
+    """One call of a block, from its forward to the end of its recompute.
+
+    Args:
+        block: its index.
+        clock: tells times.
+        segments: tells of the step's segments, and begins another where an output of the call dies.
+    """
+
+    def __init__(self, block: int, clock: Clock, segments: Segments) -> None:
+        self.block = block
+        self._clock = clock
+        self._segments = segments
+        self._made: dict[Phase, list[list[_Made]]] = {"forward": [], "recompute": []}
+        self._outputs: list[int] = []  # operations whose results outlived the forward
+        self._own_outputs = self._has_late_end = False
+        self._late = 0
+        self._phase: Phase = "forward"
+        self._start = 0
+        self._levels: dict[Phase, list[int]] = {"forward": [], "recompute": []}  # above the start
+        self._held = 0
+        self._forward_end = 0
+        self._times: tuple[Any, Any] | None = None
+        self._begun: Any = None
+        self._saved = {saving: SavedResults(saving) for saving in get_args(Saving)}
+
+    def begin(self, phase: Phase, start: int) -> None:
+        """A computation begins, with so many live bytes."""
+        self._phase, self._start = phase, start
+        self._levels[phase].clear()  # of an earlier recompute of the same call
+        self._made[phase].clear()
+        self._own_outputs = phase == "recompute" and self._held_by_others()
+        for saved in self._saved.values():
+            saved.begin(phase)
+        self._begun = self._clock.mark()
+
+    def add(
+        self, operation: Any, given: Any, result: Any, times: tuple[Any, Any], live: int
+    ) -> None:
+        """An operation was done with what was given, and so many bytes are live."""
+        level = live - self._start
+        self._levels[self._phase].append(level)
+        fresh = _fresh(given, result)
+        self._made[self._phase].append([_Made(storage, self._segments) for storage in fresh])
+        for saved in self._saved.values():
+            saved.add(operation, result, times, level)
+
+    def spoil(self, tensors: Iterable[Tensor]) -> None:
+        """These will be changed in place."""
+        if self._phase == "forward":
+            storages = {id(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
+            for saved in self._saved.values():
+                saved.spoil(storages)
+
+    def end(self, live: int) -> None:
+        """The computation is over, and so many bytes are live."""
+        if self._phase == "forward":
+            self._forward_end = live - self._start
+            for index, each in enumerate(self._made["forward"]):
+                outlived = [made for made in each if made.died is None]
+                for made in outlived:
+                    made.is_output = True
+                self._outputs += [index] if outlived else []
+        else:
+            self._times = (self._begun, self._clock.mark())
+            doubled = self._doubled() if self._own_outputs else 0
+            self._held = max(0, live - self._start - doubled)
+            self._late = doubled if self._has_late_end else 0
+
+    def _held_by_others(self) -> bool:
+        """Whether the forward's results are there until the last segment before this recompute."""
+        last = self._segments.index() - 1
+        ends = [m.died for index in self._outputs for m in self._made["forward"][index]]
+        self._has_late_end = any(end is not None and end <= last for end in ends)
+        return all(end is None or end >= last for end in ends)
+
+    def _doubled(self) -> int:
+        """Bytes of results that the recompute made once more and holds: a kept block would hold
+        those that its forward gave, and they are counted already."""
+        again = self._made["recompute"]
+        there = [made for index in self._outputs if index < len(again) for made in again[index]]
+        return sum(made.num_bytes for made in there if made.died is None)
+
+    def options(self, overhead: float) -> dict[Action, Option]:
+        """What could be done with this call; after `Clock.synchronize`. A partly recomputed call
+        loses `overhead` seconds for each operation."""
+        if self._times is None:  # backward never came here: it costs nothing, and would hold much
+            return {"recompute": Option(0, 0, 0, 0.0)}
+        seconds = self._clock.seconds(*self._times)
+        options: dict[Action, Option] = {
+            "recompute": Option(0, 0, 0, seconds),
+            "keep": Option(self._held, self._kept_forward(), None, 0.0, self._late),
+        }
+        for saving, saved in self._saved.items():
+            if saved.is_possible:
+                options[saving] = saved.option(self._levels, seconds, overhead, self._clock)
+        return options
+
+    def _kept_forward(self) -> int:
+        """How much higher the forward's peak is if its activations are kept: it rises as the
+        recompute did, and then by all that the recompute was spared."""
+        forward, recompute = self._levels["forward"], self._levels["recompute"]
+        last = (recompute[-1] if recompute else 0) + self._spared_bytes()
+        peak = max([0, *recompute, self._held + max(0, self._forward_end), last])
+        return max(0, peak - max([0, *forward, self._forward_end]))
+
+    def _spared_bytes(self) -> int:
+        spared = self._made["forward"][len(self._levels["recompute"]) :]
+        return sum(made.num_bytes for each in spared for made in each)
+
+
+class _Made:
+    """A storage that an operation gave, and from which segment on it was dead."""
+
+    def __init__(self, storage: torch.UntypedStorage, segments: Segments) -> None:
+        self.num_bytes = storage.nbytes()
+        self.is_output = False
+        self.died: int | None = None
+
+        def died(_: Any) -> None:
+            self.died = segments.cut_soon() if self.is_output else segments.index()
+
+        self._ref = weakref.ref(storage, died)
+
+
+class _Result:
+    """A storage that a dear operation gave in the forward."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.is_dropped = False  # nothing holds it any more
+        self.is_extra = False  # nothing held it when the recompute began: it would be held for that
+        self.ref: Any = None
+
+
+class SavedResults:
+    """What a partly recomputed call would keep, and what that would spare its recompute."""
+
+    def __init__(self, saving: Saving) -> None:
+        self._operations = SAVED[saving]
+        self._phase: Phase = "forward"
+        self._results: list[list[_Result]] = []  # of each operation, in the order of the forward
+        self._alive: set[int] = set()  # storages, by `id`
+        self._more = 0  # bytes that would be live now beside those that are
+        self._held = 0
+        self._peaks: dict[Phase, int] = {"forward": 0, "recompute": 0}
+        self._times: list[tuple[Any, Any]] = []
+        self._is_spoiled = False
+
+    def begin(self, phase: Phase) -> None:
+        self._phase = phase
+        if phase == "recompute":
+            for result in self._each():
+                result.is_extra = result.is_dropped
+            self._held = self._more = sum(r.num_bytes for r in self._each() if r.is_extra)
+            self._peaks["recompute"] = self._held
+            self._times.clear()
+
+    def add(self, operation: Any, result: Any, times: tuple[Any, Any], level: int) -> None:
+        if operation in self._operations:
+            if self._phase == "forward":
+                self._keep(result)
+            else:
+                self._take(times)
+        self._peaks[self._phase] = max(self._peaks[self._phase], level + self._more)
+
+    def spoil(self, storages: set[int]) -> None:
+        self._is_spoiled |= not storages.isdisjoint(self._alive)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is anything to keep, and nothing of it was changed in place."""
+        return bool(self._results) and not self._is_spoiled
+
+    def option(
+        self, levels: dict[Phase, list[int]], seconds: float, overhead: float, clock: Clock
+    ) -> Option:
+        """What it would mean for the call."""
+        spared = sum(clock.seconds(*times) for times in self._times)
+        return Option(
+            held=self._held,
+            forward=max(0, self._peaks["forward"] - max([0, *levels["forward"]])),
+            recompute=max(0, self._peaks["recompute"] - max([0, *levels["recompute"]])),
+            seconds=max(0.0, seconds - spared) + overhead * sum(map(len, levels.values())),
+        )
+
+    def _each(self) -> Iterator[_Result]:
+        return (result for group in self._results for result in group)
+
+    def _keep(self, given: Any) -> None:
+        group: list[_Result] = []
+        for tensor in given if isinstance(given, (tuple, list)) else [given]:
+            if is_plain(tensor) and id(tensor.untyped_storage()) not in self._alive:
+                storage = tensor.untyped_storage()
+                self._alive.add(id(storage))
+                group.append(self._result(storage))
+        self._results.append(group)
+
+    def _result(self, storage: torch.UntypedStorage) -> _Result:
+        result, key = _Result(storage.nbytes()), id(storage)
+
+        def dropped(_: Any) -> None:
+            result.is_dropped = True
+            self._alive.discard(key)  # another may get the same `id`
+            if self._phase == "forward":
+                self._more += result.num_bytes
+
+        result.ref = weakref.ref(storage, dropped)
+        return result
+
+    def _take(self, times: tuple[Any, Any]) -> None:
+        if len(self._times) < len(self._results):
+            group = self._results[len(self._times)]
+            self._more -= sum(result.num_bytes for result in group if result.is_extra)
+        self._times.append(times)
+
+
+def _fresh(given: Any, result: Any) -> list[torch.UntypedStorage]:
+    """The storages in `result` that are not among those given."""
+    known = {id(tensor.untyped_storage()) for tensor in _flat(given)}
+    made = {id(s): s for s in (tensor.untyped_storage() for tensor in _flat(result))}
+    return [storage for key, storage in made.items() if key not in known]
+
+
+def _flat(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _flat(value)
+    elif is_plain(values):
+        yield values
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is a tensor with one storage of its own."""
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided
