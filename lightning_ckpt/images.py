@@ -13,7 +13,8 @@ def send_picture(logger: Logger, name: str, path: Path, step: int) -> bool:
     Returns:
         Whether `logger` takes pictures.
     """
-    experiment: Any = logger.experiment  # type: ignore[attr-defined]
+    # A logger of the user's own need not have one.
+    experiment: Any = getattr(logger, "experiment", None)
     if isinstance(logger, TensorBoardLogger):
         experiment.add_image(name, _pixels(path), step, dataformats="HWC")
     elif isinstance(logger, WandbLogger):

@@ -78,8 +78,8 @@ MUTATIONS = [
     Mutation(
         "what the forward made",
         f"{CORE}/state.py",
-        "created=[(owner, n) for owner, names in self._names for n in owner.keys() - names],",
-        "created=[],",
+        "for name in owner.keys() - names - self._passed(owner)",
+        "for name in ()",
         (REPLAY, EQUALITY),
     ),
     Mutation(
@@ -96,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "generators put back after the recompute",
         f"{CORE}/replay.py",
-        "        for generator, state in generators:\n            set_state(generator, state)\n",
-        "",
+        "            if not is_same(get_state(generator), state):\n                set_state",
+        "            if False:\n                set_state",
         (EQUALITY,),
     ),
     Mutation(
@@ -138,8 +138,8 @@ MUTATIONS = [
     Mutation(
         "arguments let go",
         f"{CORE}/recompute.py",
-        "        self._given = None\n        result",
-        "        result",
+        "        self._given = None\n        with self._saved",
+        "        with self._saved",
         (COUNTS, OFFLOAD, CALLS),
     ),
     Mutation(
@@ -173,8 +173,8 @@ MUTATIONS = [
     Mutation(
         "nested plans",
         f"{CORE}/apply.py",
-        "    _refuse_nested(blocks)\n    if",
-        "    if",
+        "    _refuse_nested(blocks)\n    offloader",
+        "    offloader",
         (IDENTITY, BAD_INPUT),
     ),
     Mutation(
@@ -200,14 +200,14 @@ MUTATIONS = [
     ),
     Mutation(
         "parameters stay on the device",
-        f"{CORE}/offload/targets.py",
-        "        or isinstance(view_base(tensor), nn.Parameter)\n",
-        "",
+        f"{CORE}/offload/engine.py",
+        "if isinstance(view_base(tensor), nn.Parameter):",
+        "if False:",
         (OFFLOAD,),
     ),
     Mutation(
         "in-place changes of saved inputs",
-        f"{CORE}/offload/targets.py",
+        f"{CORE}/offload/engine.py",
         "if tensor_version(packed.tensor) != packed.version:",
         "if False:",
         (OFFLOAD,),

@@ -39,7 +39,8 @@ def find_stacks(root: nn.Module, names: dict[int, str]) -> list[nn.Module]:
     Returns:
         Modules in no particular order, none inside another; none at all if nothing repeats.
     """
-    chosen = one_level([m for m in _transformers.checkpointing_layers(root) if m is not root])
+    marked = one_level([m for m in _transformers.checkpointing_layers(root) if m is not root])
+    chosen = [block for layer in marked for block in _inside_stage(layer)]
     models = _transformers.outermost_models(root)
     hidden = ids(chosen) | {i for model in models for i in ids(parts(model))}
     for model in models:
@@ -51,6 +52,16 @@ def find_stacks(root: nn.Module, names: dict[int, str]) -> list[nn.Module]:
     chosen += _repeated(root, _without_holders(candidates, chosen), loosest)
     chosen += _of_bare_towers(root, candidates, chosen)
     return chosen
+
+
+def _inside_stage(layer: nn.Module) -> list[nn.Module]:
+    """The blocks of a stage, where Transformers marks whole stages (`Swinv2Stage`) as layers; a
+    layer, and a stage that is made otherwise, is returned itself."""
+    if not written_class(layer).__name__.endswith("Stage"):
+        return [layer]
+    stacks = [child for child in layer.children() if isinstance(child, CONTAINERS)]
+    inner = [unwrapped(block) for stack in stacks for block in stack.children()]
+    return [block for block in inner if is_composite(block) and has_parameters(block)] or [layer]
 
 
 def _of_transformers_model(model: nn.Module, names: dict[int, str]) -> list[nn.Module]:

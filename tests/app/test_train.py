@@ -12,7 +12,9 @@ from app_helpers import SMOKE, TINY, TINY_NET, TINY_TEXT, Compose, RunCommand
 from rich.console import Console
 
 PEAK = "memory/peak_allocated_MiB"
-COLUMNS = {"epoch", "step", "train/loss", "val/loss", PEAK, "time/s_per_step"}
+PARTS = ("parameters", "gradients", "optimizer_states", "buffers", "activations", "other")
+MEMORY = {f"memory/{name}_MiB" for name in (*PARTS, "offloaded", "peak_host", "val_peak_allocated")}
+COLUMNS = {"epoch", "step", "train/loss", "val/loss", "time/s_per_step", PEAK} | MEMORY
 TINY_HF = [
     "model.config.num_hidden_layers=2",
     "model.config.hidden_size=16",

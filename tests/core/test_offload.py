@@ -409,6 +409,19 @@ def test_parameters_their_views_and_buffers_stay() -> None:
             assert report.stayed_bytes["a buffer"] == 4 * 2 * DIM
 
 
+class TakesWeight(MlpBlock):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(x) @ weight
+
+
+def test_a_parameter_of_nobody_in_the_model_and_its_view_stay() -> None:
+    """One that is handed in from outside of the module that the plan is for."""
+    block, weight = nn.ModuleList([TakesWeight()]), nn.Parameter(torch.eye(DIM))
+    with apply_partial_checkpoint(block, layers="0", offload=disk(keep_last=0)) as handle:
+        block[0](inputs(), weight.t()).sum().backward()
+        assert offloader_of(handle).report().stayed_bytes == {"a parameter": 4 * DIM * DIM}
+
+
 class Odd(Tensor):
     pass
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
 from matplotlib.image import imread
 from monitor_helpers import Net, fit_rows, trainer
 from rich.console import Console
@@ -177,6 +178,22 @@ def test_loggers_that_take_images(kind: str, called: Any) -> None:
 
 def test_logger_that_takes_no_images(tmp_path: Path) -> None:
     assert not images.send_picture(CSVLogger(tmp_path), "memory", Path("a.png"), 5)
+
+
+class OwnLogger(Logger):
+    """The least that a logger must have: no `experiment`."""
+
+    name = version = "own"
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def test_logger_without_an_experiment() -> None:
+    assert not images.send_picture(OwnLogger(), "memory", Path("a.png"), 5)
 
 
 # --- memory that runs out, and CUDA's own record

@@ -103,28 +103,28 @@ CONVOLUTIONAL = [
     Family(
         "swinv2",
         "Swinv2ForImageClassification",
-        "Swinv2Stage: 2 swinv*.encoder.layers.*",
+        "Swinv2Layer: 4 swinv*.encoder.layers.*.blocks.*",
         labelled_pictures(),
         {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 2},
     ),
     Family(
         "donut-swin",
         "DonutSwinModel",
-        "DonutSwinStage: 2 encoder.layers.*",
+        "DonutSwinLayer: 4 encoder.layers.*.blocks.*",
         pictures(),
         {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 2},
     ),
     Family(
         "maskformer-swin",
         "MaskFormerSwinModel",
-        "MaskFormerSwinStage: 2 encoder.layers.*",
+        "MaskFormerSwinLayer: 4 encoder.layers.*.blocks.*",
         pictures(),
         {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 2},
     ),
     Family(
         "swin2sr",
         "Swin2SRForImageSuperResolution",
-        "Swin2SRStage: 2 swin*sr.encoder.stages.*",
+        "Swin2SRLayer: 4 swin*sr.encoder.stages.*.layers.*",
         pictures(16),
         {
             "embed_dim": 16,
@@ -215,7 +215,7 @@ CONVOLUTIONAL = [
     Family(
         "focalnet",
         "FocalNetForImageClassification",
-        "FocalNetStage: 2 focalnet.encoder.stages.*",
+        "FocalNetLayer: 4 focalnet.encoder.stages.*.layers.*",
         labelled_pictures(),
         {
             "embed_dim": 16,
@@ -228,14 +228,15 @@ CONVOLUTIONAL = [
     Family(
         "swiftformer",
         "SwiftFormerForImageClassification",
-        "SwiftFormerStage: 4 swiftformer.encoder.network.*",
+        "SwiftFormerConvEncoder: 4 swiftformer.encoder.network.*.blocks.*; "
+        "SwiftFormerEncoderBlock: 4 swiftformer.encoder.network.*.blocks.*",
         labelled_pictures(64),
         {"embed_dims": [8, 8, 16, 16], "depths": [2, 2, 2, 2]},
     ),
     Family(
         "hiera",
         "HieraForImageClassification",
-        "HieraStage: 3 hiera.encoder.stages.*",
+        "HieraLayer: 5 hiera.encoder.stages.*.layers.*",
         labelled_pictures(),
         {
             "num_query_pool": 2,
