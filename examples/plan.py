@@ -2,7 +2,7 @@
 
     python examples/plan.py                                     # the default model and data
     python examples/plan.py model.num_layers=48 model.width=2048 data.batch_size=64 \\
-        'budgets=[16GiB,24GiB]'
+        'budgets=[48GiB,80GiB]'
     python examples/plan.py picture=plans.png
 
 The model is built on the meta device, so it takes no memory; one batch of the data says the shapes.

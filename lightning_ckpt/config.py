@@ -28,9 +28,9 @@ _HYDRA_KEYS = {"_target_", "_args_", "_convert_", "_partial_", "_recursive_"}
 
 
 @dataclass
-class PartialCheckpointConfig:
-    """The arguments of `lightning_ckpt.PartialCheckpoint`, and those that the strategies add to
-    Lightning's own: `checkpoint=partial`, `strategy=ddp`."""
+class PlanConfig:
+    """What `lightning_ckpt.PartialCheckpoint` takes, and the strategies add to Lightning's own
+    arguments: `strategy=ddp`."""
 
     _target_: str
     _convert_: str
@@ -44,9 +44,31 @@ class PartialCheckpointConfig:
         check_every_n(self.every_n)
         read_offload(self.offload)
         check_layers(self.layers)
+        if self.every_n != 1 and (self.budget is not None or self.plan is not None):
+            raise ValueError(  # the group's file says it, so the user may not know
+                f"every_n={self.every_n} contradicts budget and plan, which choose what happens to "
+                "each block; set every_n=1 as well, or take checkpoint=budget"
+            )
         check_words(self.every_n, self.offload, self.layers, self.budget, self.plan)
         if self.plan is not None:
             read_plan(self.plan)
+
+
+@dataclass
+class PartialCheckpointConfig(PlanConfig):
+    """The arguments of `lightning_ckpt.PartialCheckpoint`: `checkpoint=partial`."""
+
+    verify: bool
+
+
+@dataclass
+class PlanCheckpointConfig(PartialCheckpointConfig):
+    """`checkpoint=plan`: as a file says."""
+
+    def __post_init__(self) -> None:
+        if self.plan is None:
+            raise ValueError("plan is not given; say checkpoint.plan=FILE, or checkpoint=partial")
+        super().__post_init__()
 
 
 @dataclass
@@ -350,7 +372,9 @@ def _share(**values: float) -> None:
 
 _SCHEMAS = {
     "partial_checkpoint": PartialCheckpointConfig,
+    "partial_checkpoint_strategy": PlanConfig,
     "full_checkpoint": FullCheckpointConfig,
+    "plan_checkpoint": PlanCheckpointConfig,
     "offload": OffloadGroupConfig,
     "trainer": TrainerConfig,
     "gpt": GPTConfig,

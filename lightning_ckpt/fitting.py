@@ -199,8 +199,13 @@ class FitPlan:
 
     @rank_zero_only
     def tell(self, trainer: "pl.Trainer") -> None:
-        """Print the plan in force, and give it to the loggers."""
+        """Print the plan in force, and give it to the loggers. That of a step that is only to be
+        measured is not given: some loggers (MLflow) refuse to take another value later."""
         if self.handle is None:
+            return
+        if self.budget is not None and (self._measured is None or not self._measured.is_done):
+            note = f"for the step that is measured; then follows the plan for budget={self.budget}"
+            print_plan(replace(self.handle.plan, notes=(*self.handle.plan.notes, note)))
             return
         print_plan(self.handle.plan)
         for logger in trainer.loggers:

@@ -109,8 +109,8 @@ class PartialCheckpointStrategy(_PartialCheckpointing, SingleDeviceStrategy):
 
     Args:
         device: another device than the trainer's.
-        **kwargs: `every_n`, `offload`, `layers` as in `PartialCheckpoint`, and all that
-            `SingleDeviceStrategy` takes.
+        **kwargs: `every_n`, `offload`, `layers`, `budget`, `plan` as in `PartialCheckpoint`, and
+            all that `SingleDeviceStrategy` takes.
 
     Raises:
         MisconfigurationException: the trainer has more than one device; and what
@@ -157,8 +157,8 @@ class PartialCheckpointDDPStrategy(_PartialCheckpointing, DDPStrategy):
         Trainer(strategy=PartialCheckpointDDPStrategy(every_n=4, find_unused_parameters=True))
         Trainer(strategy="partial_checkpoint_ddp")
 
-    Takes `every_n`, `offload`, `layers` as `PartialCheckpoint` does, and all that `DDPStrategy`
-    takes.
+    Takes `every_n`, `offload`, `layers`, `budget`, `plan` as `PartialCheckpoint` does, and all that
+    `DDPStrategy` takes. Raises what `PartialCheckpoint` raises.
     """
 
 
@@ -168,8 +168,8 @@ class PartialCheckpointFSDPStrategy(_PartialCheckpointing, FSDPStrategy):
         Trainer(strategy=PartialCheckpointFSDPStrategy(every_n=4, auto_wrap_policy={Block}))
         Trainer(strategy="partial_checkpoint_fsdp")
 
-    Takes `every_n`, `offload`, `layers` as `PartialCheckpoint` does, and all that `FSDPStrategy`
-    takes but `activation_checkpointing_policy`.
+    Takes `every_n`, `offload`, `layers`, `budget`, `plan` as `PartialCheckpoint` does, and all that
+    `FSDPStrategy` takes but `activation_checkpointing_policy`.
 
     Raises:
         MisconfigurationException: the devices are no CUDA devices; and what `PartialCheckpoint`
@@ -197,11 +197,15 @@ class PartialCheckpointFSDPStrategy(_PartialCheckpointing, FSDPStrategy):
 class PartialCheckpointModelParallelStrategy(_PartialCheckpointing, ModelParallelStrategy):
     """Partial checkpointing with FSDP2 and tensor parallel, as `configure_model` lays them out.
 
-        Trainer(strategy=PartialCheckpointModelParallelStrategy(every_n=4, data_parallel_size=2))
+        strategy = PartialCheckpointModelParallelStrategy(
+            every_n=4, data_parallel_size=2, tensor_parallel_size=1
+        )
+        Trainer(strategy=strategy, devices=2)
         Trainer(strategy="partial_checkpoint_model_parallel")
 
-    Takes `every_n`, `offload`, `layers` as `PartialCheckpoint` does, and all that
-    `ModelParallelStrategy` takes.
+    Takes `every_n`, `offload`, `layers`, `budget`, `plan` as `PartialCheckpoint` does, and all that
+    `ModelParallelStrategy` takes. The two sizes multiplied are the number of devices. Raises what
+    `PartialCheckpoint` raises.
     """
 
 

@@ -189,7 +189,17 @@ def apply_plan_quietly(module: nn.Module, plan: Plan) -> Handle:
     if len(places) > 1:
         raise ValueError(f"plan offloads to {' and '.join(sorted(places))}; choose one place")
     config = OffloadConfig(target=places.pop(), scope="all") if places else None
-    return _apply(module, named_blocks(module, plan), plan, config)
+    blocks = named_blocks(module, plan)
+    return _apply(module, blocks, _with_class_names(plan, blocks), config)
+
+
+def _with_class_names(plan: Plan, blocks: Sequence[Block]) -> Plan:
+    """A plan that somebody wrote may leave them out."""
+    named = (
+        replace(entry, class_name=type(block.module).__name__)
+        for entry, block in zip(plan, blocks, strict=True)
+    )
+    return replace(plan, blocks=tuple(named))
 
 
 def check_words(

@@ -6,6 +6,8 @@ Times go by what is computed, on a device of a given speed, and are only good to
 """
 
 import copy
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -133,8 +135,8 @@ def estimate(
         module: the model; its parameters may be on the meta device. It is not changed.
         batch: as a training step gets it; only shapes count.
         budgets: as `PartialCheckpoint` takes them, in bytes.
-        step: `step(module, batch)` gives the loss; by default the module's `training_step(batch,
-            0)` or else its call, of which the loss is the result, its `loss`, or `["loss"]`.
+        step: `step(module, batch)` gives the loss; by default the module's own `training_step`, or
+            else its call, of which the loss is the result, its `loss`, or `["loss"]`.
         optimizers: makes them; by default the module's `configure_optimizers()`, if it has one.
         layers: which modules are the blocks, as in `apply_partial_checkpoint`.
         flops_per_second: speed of the device in matrix products.
@@ -187,7 +189,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 def _default_step(module: Any, batch: Any) -> Tensor:
     if hasattr(module, "training_step"):
-        result = module.training_step(batch, 0)
+        result = _training_step(module, batch)
     elif isinstance(batch, dict):
         result = module(**batch)
     else:
@@ -199,6 +201,13 @@ def _default_step(module: Any, batch: Any) -> Tensor:
             "step=lambda module, batch: ..."
         )
     return loss if loss.dim() == 0 else loss.mean()
+
+
+def _training_step(module: Any, batch: Any) -> Any:
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    with warnings.catch_warnings():  # a module without a trainer says so at each `self.log`
+        warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
+        return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
 
 def _optimizers(module: nn.Module, make: Callable[[nn.Module], Any] | None) -> list[Optimizer]:

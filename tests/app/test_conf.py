@@ -33,7 +33,11 @@ CHOICES = sorted(
     if (path.parent.name, path.stem) != ("logger", "wandb")  # an optional package
     and path.parent.name != "offload"  # a part of the others
 )
-PARTNER = {"vit": "data=digits", "digits": "model=vit"}
+PARTNER = {
+    "vit": "data=digits",
+    "digits": "model=vit",
+    "plan": "checkpoint.plan={blocks:[{name:blocks.0,action:recompute}]}",
+}
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -99,7 +103,7 @@ def test_full_is_every_block_and_none_is_no_callback(compose_app: Compose) -> No
 
 
 def test_verify_is_one_key_more(compose_app: Compose) -> None:
-    assert instantiate(compose_app("+checkpoint.verify=true").checkpoint).verify is True
+    assert instantiate(compose_app("checkpoint.verify=true").checkpoint).verify is True
 
 
 @pytest.mark.parametrize("override", ["callbacks=none", "~callbacks", "callbacks=[]"])

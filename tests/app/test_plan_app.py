@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from app_helpers import ROOT, TINY, TINY_NET, TINY_TEXT, Compose
 from hydra.utils import instantiate
 
@@ -45,3 +46,17 @@ def test_the_group_has_a_budget(compose_app: Compose) -> None:
     config = compose_app("strategy=single_device", "strategy.budget=0.5", "strategy.every_n=1")
     check(config)
     assert instantiate(config.strategy).fit_plan.budget == 0.5
+
+
+def test_the_group_has_a_plan(compose_app: Compose, tmp_path: Path) -> None:
+    """Of itself, without another word about the interval that `partial` has."""
+    file = tmp_path / "plan.yaml"
+    file.write_text("blocks: [{name: blocks.0, action: recompute}]")
+    config = compose_app("checkpoint=plan", f"checkpoint.plan={file}", *TINY)
+    check(config)
+    plan = instantiate(config.checkpoint).fit_plan.plan
+    assert [block.name for block in plan] == ["blocks.0"]
+    with pytest.raises(
+        ValueError, match=r"^checkpoint\.plan is not given; say checkpoint\.plan=FILE"
+    ):
+        check(compose_app("checkpoint=plan", *TINY))

@@ -51,6 +51,11 @@ def test_every_n_of_no_checkpoint_is_refused(compose_app: Compose) -> None:
         (["checkpoint.offload=hsot"], "checkpoint.offload='hsot' is not known"),
         (["checkpoint.offload=1"], "checkpoint.offload must be"),
         (["checkpoint.layers=3"], "checkpoint.layers"),
+        (["checkpoint.budget=1GiB"], "checkpoint.every_n=2 contradicts budget and plan"),
+        (
+            ["strategy=ddp", "strategy.plan=p.yaml"],
+            "strategy.every_n=2 contradicts budget and plan",
+        ),
         (["checkpoint=full", "checkpoint.every_n=4"], "contradicts checkpoint=full"),
         (["+checkpoint.evry_n=4"], "did you mean checkpoint.every_n?"),
         (["+trainer.precison=bf16-mixed"], "did you mean trainer.precision?"),

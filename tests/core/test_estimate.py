@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,15 @@ class Listed(Configured):
         return [adam(self)], []
 
 
-@pytest.mark.parametrize("kind", [Configured, Listed])
+class OnlyBatch(Configured):
+    """Lightning passes no number to a step that takes none, and warns that nothing is logged."""
+
+    def training_step(self, batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        warnings.warn("You are trying to `self.log()` but ...", stacklevel=1)
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("kind", [Configured, Listed, OnlyBatch])
 def test_the_modules_own_step_and_optimizers(kind: type[Language]) -> None:
     terms = estimate(kind(), tokens()).step.terms
     assert terms["optimizer states"] == pytest.approx(2 * terms["gradients"], rel=0.01)

@@ -311,6 +311,11 @@ def test_plans_of_other_models(plan: Any, says: str) -> None:
     assert [type(m) for m in model.modules()] == before
 
 
+def test_class_names_that_a_plan_leaves_out_are_filled_in() -> None:
+    with apply_partial_checkpoint(Stack(), plan=plan_of("keep", "recompute")) as handle:
+        assert [block.class_name for block in handle.plan] == ["MlpBlock", "MlpBlock"]
+
+
 @pytest.mark.parametrize("beside", [{"every_n": 2}, {"offload": True}, {"layers": MlpBlock}])
 def test_a_plan_says_it_all(beside: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(beside))):

@@ -17,6 +17,7 @@ import yaml
 from helpers import MlpBlock, assert_same, executions, seed_all
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -266,6 +267,36 @@ def test_the_plan_is_logged_and_can_be_given_back(tmp_path: Path, ends: tuple[in
     model, peaks = train(PartialCheckpoint(plan=str(path)))
     assert_same(state_of(model), state_of(plain))
     assert peaks.counts == [planned.counts[-1]] * 2 * STEPS
+
+
+class Refusing(DummyLogger):
+    """Takes a parameter once, as MLflow does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Any] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if self.taken and self.taken[-1] != params:
+            raise ValueError("changing values is not allowed")
+        self.taken.append(params)
+
+
+@pytest.mark.parametrize("owner", [PartialCheckpoint, PartialCheckpointStrategy])
+def test_loggers_get_the_chosen_plan_alone(
+    owner: Any, ends: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = owner(budget=(ends[0] + ends[1]) // 2)
+    logger = Refusing()
+    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1}
+    if isinstance(adapter, Callback):
+        trainer = trainer_of(adapter, **options)
+    else:
+        trainer = trainer_of(strategy=adapter, **options)
+    trainer.fit(Lit(), loader())
+    assert [list(params) for params in logger.taken] == [["partial_checkpoint"]]
+    assert "plan" in logger.taken[0]["partial_checkpoint"]
+    assert capsys.readouterr().out.count("for the step that is measured") == 1
 
 
 def test_a_checkpoint_carries_the_plan_and_a_resumed_run_measures_anew(

@@ -82,6 +82,19 @@ class PlainLit(Lit):
         return self.net(batch).pow(2).mean()
 
 
+class ShortNameLit(Lit):
+    """The trainer's loop goes by the place of the index, not by its name."""
+
+    def training_step(self, batch: Tensor, i: int) -> Any:  # type: ignore[override]
+        return super().training_step(batch, i)
+
+
+class AnyArgumentsLit(Lit):
+    def training_step(self, *args: Any) -> Any:  # type: ignore[override]
+        batch, index = args
+        return super().training_step(batch, index)
+
+
 class ManualLit(Lit):
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +135,7 @@ def num_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("model", [Lit, PlainLit])
+@pytest.mark.parametrize("model", [Lit, PlainLit, ShortNameLit, AnyArgumentsLit])
 def test_training_step(
     model: Callable[[], L.LightningModule], capsys: pytest.CaptureFixture
 ) -> None:

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _MIB = 2**20
+_NOTHING = (
+    "nothing was moved, so offload changes nothing here: the blocks save less than min_bytes each, "
+    "there are no more of them than keep_last, or what they save cannot be moved; see what stayed"
+)
 
 
 class PeakMoment(NamedTuple):
@@ -52,26 +56,23 @@ class OffloadReport:
 
     def sentences(self) -> list[str]:
         """The report for a person."""
+        lines = self._moved() if self.out_bytes else [_NOTHING]
+        if self.stayed_bytes:
+            reasons = (f"{_mib(n)} {reason}" for reason, n in sorted(self.stayed_bytes.items()))
+            lines.append(f"what stayed: {', '.join(reasons)}")
+        if self.out_bytes and self.peak is not None:
+            lines.append(_sentence_of(self.peak, self.asked_bytes))
+        return lines
+
+    def _moved(self) -> list[str]:
         place = "pinned host memory" if self.target == "host" else "the file"
-        lines = [
+        return [
             f"{_mib(self.out_bytes)} moved to {self.target}, {_mib(self.in_bytes)} back "
             f"({self.num_ahead} fetched ahead, {self.num_on_demand} on demand); the compute waited "
             f"{self.seconds_waited * 1000:.1f} ms for copies",
             f"at most {_mib(self.asked_bytes)} were elsewhere at once; {place} took "
             f"{_mib(self.taken_bytes)}",
         ]
-        if self.stayed_bytes:
-            reasons = (f"{_mib(n)} {reason}" for reason, n in sorted(self.stayed_bytes.items()))
-            lines.append(f"what stayed: {', '.join(reasons)}")
-        if self.out_bytes == 0:
-            lines.append(
-                "nothing was moved, so offload changes nothing here: the blocks save less than "
-                "min_bytes each, there are no more of them than keep_last, or what they save "
-                "cannot be moved; see what stayed"
-            )
-        elif self.peak is not None:
-            lines.append(_sentence_of(self.peak, self.asked_bytes))
-        return lines
 
 
 def _sentence_of(moment: PeakMoment, most_away: int) -> str:
