@@ -5,7 +5,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from lightning_ckpt.core.offload.schedule import Call, Place, Scheduler
+from lightning_ckpt.core.offload.schedule import Scheduler
+from lightning_ckpt.core.offload.slots import Call, Place
 from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source, Target, as_bytes
 
 

@@ -49,8 +49,8 @@ def run(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[list[Tensor
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("offload", [False, True])
-def test_same_gradients_in_less_memory(dtype: torch.dtype | None, offload: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True, "disk"])
+def test_same_gradients_in_less_memory(dtype: torch.dtype | None, offload: bool | str) -> None:
     model = stack()
     plain, plain_peak, _ = run(model, dtype)
     with apply_partial_checkpoint(model, offload=offload):
@@ -59,11 +59,12 @@ def test_same_gradients_in_less_memory(dtype: torch.dtype | None, offload: bool)
     assert peak < plain_peak
 
 
-def test_offload_takes_the_inputs_off_the_device() -> None:
+@pytest.mark.parametrize("target", ["host", "disk"])
+def test_offload_takes_the_inputs_off_the_device(target: str) -> None:
     model = stack()
     with apply_partial_checkpoint(model):
         _, _, held = run(model)
-    with apply_partial_checkpoint(model, offload=True):
+    with apply_partial_checkpoint(model, offload=target):
         _, _, held_offloaded = run(model)
     # The input of the first block is the batch, which the caller holds.
     assert held - held_offloaded >= (BLOCKS - 1) * 4096 * WIDTH * 4

@@ -23,10 +23,12 @@ from torch import Tensor
 from lightning_ckpt import apply_partial_checkpoint
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.offload import disk
+from lightning_ckpt.core.offload import worker as workers
 from lightning_ckpt.core.offload.config import OffloadConfig
-from lightning_ckpt.core.offload.disk import DiskTarget, Job, NamelessFile, Worker
+from lightning_ckpt.core.offload.disk import DiskTarget, NamelessFile
 from lightning_ckpt.core.offload.extents import Extents
 from lightning_ckpt.core.offload.targets import Source
+from lightning_ckpt.core.offload.worker import Job, Worker
 
 BYTES = 2 * 8 * 4  # of a batch below
 
@@ -305,7 +307,7 @@ def test_a_job_that_was_cancelled_is_not_done_and_holds_nothing(worker: Worker) 
 def test_a_thread_that_ended_in_a_copy_is_no_hang(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.01)
     job = Job(lambda: None)
     assert job._claim()  # by a thread that a fork has left behind
     with pytest.raises(RuntimeError, match="has ended in a copy"):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from offload_fakes import FakeTarget, ask, forward, is_here, restored, tensor
 from torch import Tensor
 
-from lightning_ckpt.core.offload import schedule
-from lightning_ckpt.core.offload.schedule import Call, Place, Scheduler
+from lightning_ckpt.core.offload import leaving, schedule
+from lightning_ckpt.core.offload.schedule import Scheduler
+from lightning_ckpt.core.offload.slots import Call, Place
 from lightning_ckpt.core.offload.storages import StorageMap
 
 
@@ -272,7 +273,7 @@ def test_copies_under_way_have_a_bound() -> None:
 
 
 def test_bytes_under_way_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_MOST_LEAVING_BYTES", 2 * 64)
+    monkeypatch.setattr(leaving, "_MOST_BYTES", 2 * 64)
     scheduler = Scheduler(FakeTarget(delay=10**6), prefetch=0, keep_last=0)
     call = scheduler.open_call()
     places = [scheduler.save(call, tensor(n)) for n in range(7)]

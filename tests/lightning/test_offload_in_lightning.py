@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import MlpBlock, Stack, assert_same, batch, seed_all
 from lightning.pytorch.callbacks import Callback
-from test_partial_checkpoint import Lit, leftovers, loader, trainer_of
+from lit_helpers import Lit, leftovers, loader, trainer_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

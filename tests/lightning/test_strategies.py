@@ -563,7 +563,7 @@ def _ddp_precision(precision: Any) -> None:
 
 
 def _ddp_budget() -> None:
-    from test_budget import two_ranks
+    from test_budget_in_fit import two_ranks
 
     two_ranks()
 

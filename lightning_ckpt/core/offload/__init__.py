@@ -7,10 +7,13 @@ from lightning_ckpt.core.offload.config import OffloadConfig, read_offload
 from lightning_ckpt.core.offload.disk import DiskTarget
 from lightning_ckpt.core.offload.engine import Offloader, put_in_force, saving
 from lightning_ckpt.core.offload.first_step import watch_first_step
-from lightning_ckpt.core.offload.host import HostTarget, PinnedPool
+from lightning_ckpt.core.offload.host import HostTarget
 from lightning_ckpt.core.offload.kept import kept_forward
 from lightning_ckpt.core.offload.machine import check_directory, host_budget
+from lightning_ckpt.core.offload.pool import PinnedPool
 from lightning_ckpt.core.offload.report import OffloadReport
+from lightning_ckpt.core.offload.staged import StagedTarget
+from lightning_ckpt.core.offload.targets import Target
 
 __all__ = [
     "OffloadConfig",
@@ -26,6 +29,9 @@ __all__ = [
 ]
 
 
+_STAGE_BYTES = 2 * 2**30  # pinned between device and disk at most, if the user says nothing
+
+
 def nothing_to_move(config: OffloadConfig) -> bool:
     """Whether every tensor is where it would be moved to, because there is no device."""
     return config.target == "host" and not torch.accelerator.is_available()
@@ -38,8 +44,17 @@ def make_offloader(config: OffloadConfig, root: nn.Module) -> Offloader | None:
         ValueError: the machine cannot do what `config` says.
     """
     budget = host_budget(config.max_host_bytes)
-    if config.target == "disk":
-        return Offloader(config, DiskTarget(check_directory(config.directory)), root)
-    return (
-        None if nothing_to_move(config) else Offloader(config, HostTarget(PinnedPool(budget)), root)
-    )
+    if nothing_to_move(config):
+        return None
+    return Offloader(config, _target(config, budget), root)
+
+
+def _target(config: OffloadConfig, budget: int) -> Target:
+    if config.target == "host":
+        return HostTarget(PinnedPool(budget))
+    disk = DiskTarget(check_directory(config.directory))
+    if not torch.accelerator.is_available():
+        return disk
+    if config.max_host_bytes is None:
+        budget = min(budget, _STAGE_BYTES)
+    return StagedTarget(disk, PinnedPool(budget))

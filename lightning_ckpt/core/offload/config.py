@@ -24,8 +24,9 @@ class OffloadConfig:
         prefetch: so many blocks ahead of backward their tensors are brought back. Each costs its
             tensors' bytes on the device, and hides a copy behind the compute of a block; with 0
             each block waits for its own copy.
-        max_host_bytes: pinned memory at most, of this process; what does not fit stays on the
-            device. None: half of the memory that is free on the node, divided by its local ranks.
+        max_host_bytes: pinned memory at most, of this process. "host": what does not fit stays on
+            the device; "disk": the training waits for the file. None: half of the memory that is
+            free on the node, divided by its local ranks; for "disk" 2 GiB, if that is less.
         keep_last: so many of the last blocks of forward keep theirs on the device, since backward
             needs them first.
 

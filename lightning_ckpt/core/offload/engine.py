@@ -15,7 +15,8 @@ from lightning_ckpt.core._torch import tensor_version, view_base
 from lightning_ckpt.core.offload.config import OffloadConfig
 from lightning_ckpt.core.offload.peaks import PeakWatch
 from lightning_ckpt.core.offload.report import OffloadReport
-from lightning_ckpt.core.offload.schedule import Call, Place, Scheduler, Slot
+from lightning_ckpt.core.offload.schedule import Scheduler
+from lightning_ckpt.core.offload.slots import Call, Place, Slot
 from lightning_ckpt.core.offload.storages import StorageMap
 from lightning_ckpt.core.offload.targets import Target
 
@@ -126,8 +127,8 @@ class Offloader:
         storage = _storage(tensor)
         if storage is None:
             return "no plain tensor"
-        if (tensor.device.type == "cpu") != (self.config.target == "disk"):
-            return "on the host already" if self.config.target == "host" else "not on the host"
+        if tensor.device.type == "cpu" and self.config.target == "host":
+            return "on the host already"
         if storage.nbytes() < max(self.config.min_bytes, 1):
             return "below min_bytes"
         if isinstance(view_base(tensor), nn.Parameter):

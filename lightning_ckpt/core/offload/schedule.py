@@ -18,130 +18,19 @@ window; what was fetched for nothing is let go.
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from itertools import islice
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lightning_ckpt.core._torch import tensor_version
+from lightning_ckpt.core.offload.leaving import Counts, Leaving
+from lightning_ckpt.core.offload.slots import Call, Place, Slot, Wave, live
 from lightning_ckpt.core.offload.storages import StorageMap
-from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source, Target
+from lightning_ckpt.core.offload.targets import Source, Target
 
 _MOST_ORDERS = 16  # waves of so many different lengths are remembered
-_MOST_LEAVING_BYTES = 256 * 2**20  # beside those of the newest
-_MOST_LEAVING_CALLS = 2
-
-
-class Slot:
-    """A storage that was saved, wherever its bytes are at the moment."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.parcel: Parcel | None = None  # None: it did not leave so far
-        self.arrival: Arrival | None = None
-        self.is_out = False  # the copy at the target is complete
-        self.is_wanted = False  # expected to be asked for soon
-        self.held: torch.UntypedStorage | None = None  # restored
-        self.num_pending = 0  # times that it was saved and not yet asked for
-        self.last_call: weakref.ref[Call] | None = None
-
-    def is_away(self) -> bool:
-        """Whether nothing of it is here."""
-        return self.source.tensor is None and self.held is None and self.arrival is None
-
-    def rest(self) -> None:
-        """Nobody is expected: let go of what is not only here."""
-        self.is_wanted = False
-        self.held = None
-        if self.arrival is not None:
-            self.arrival.abandon()
-            self.arrival = None
-        if self.is_out:
-            self.source.let_go()
-
-    def __del__(self) -> None:
-        if self.arrival is not None:
-            self.arrival.abandon()
-        if self.parcel is not None:
-            self.parcel.discard()
-
-
-class Call:
-    """One call of a block."""
-
-    def __init__(self, scheduler: "Scheduler", wave: "Wave", position: int) -> None:
-        self.scheduler = scheduler
-        self.wave = wave
-        self.position = position
-        self.is_asked_for = False
-        self._slots: list[weakref.ref[Slot]] = []
-
-    def add(self, slot: Slot) -> None:
-        slot.last_call = weakref.ref(self)
-        slot.num_pending += 1
-        self._slots.append(weakref.ref(slot))
-
-    def live_slots(self) -> list[Slot]:
-        """Its slots that a graph still needs, each once."""
-        return _live(self._slots)
-
-
-def _live(references: Iterable["weakref.ref[Slot]"]) -> list[Slot]:
-    """What is left of them, each once."""
-    found = (reference() for reference in references)
-    return [slot for slot in dict.fromkeys(found) if slot is not None]
-
-
-class Wave:
-    """The calls between two backward passes, and the order in which backward asks for them."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self.calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-        self.order: list[int] = []  # as it was this time
-        self.expected: list[int] | None = None  # None: no backward yet
-
-    def after(self, call: Call, number: int) -> list[Call]:
-        """The `number` live calls that are expected to be asked for after `call`."""
-        assert self.expected is not None
-        start = self.expected.index(call.position) + 1
-        calls = (self.calls.get(position) for position in islice(self.expected, start, None))
-        return list(islice((call for call in calls if call is not None), number))
-
-
-class Place(NamedTuple):
-    """What autograd holds in place of a tensor."""
-
-    slot: Slot
-    call: Call
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _Leaving(NamedTuple):
-    """A copy out under way."""
-
-    parcel: Parcel
-    slot: "weakref.ref[Slot]"
-    num_bytes: int
-    call_number: int
-
-
-class Counts:
-    """What a scheduler did so far, in bytes, fetches and seconds."""
-
-    def __init__(self) -> None:
-        self.out_bytes = 0
-        self.in_bytes = 0
-        self.no_room_bytes = 0
-        self.num_ahead = 0
-        self.num_on_demand = 0
-        self.seconds_waited = 0.0
 
 
 class Scheduler:
@@ -162,8 +51,7 @@ class Scheduler:
         self._wave = Wave()
         self._orders: OrderedDict[int, list[int]] = OrderedDict()  # by number of calls
         self._recent: list[weakref.ref[Call]] = []
-        self._leaving: deque[_Leaving] = deque()
-        self._leaving_bytes = 0
+        self._leaving = Leaving(self.counts)
         self._num_opened = 0
         self._shared: list[weakref.ref[Slot]] = []  # that stay for a newer call
         self._current: weakref.ref[Call] | None = None
@@ -219,10 +107,10 @@ class Scheduler:
         """
         with self._lock:
             recent = [reference() for reference in self._recent]
-            for slot in _live(self._shared):
+            for slot in live(self._shared):
                 if slot.last_call is None or slot.last_call() not in recent:
                     slot.rest()
-            self._shared = [weakref.ref(slot) for slot in _live(self._shared) if slot.is_wanted]
+            self._shared = [weakref.ref(slot) for slot in live(self._shared) if slot.is_wanted]
             self.look()
             self._begin("the rest of the forward and the loss")
 
@@ -250,8 +138,7 @@ class Scheduler:
             OSError: a copy failed.
         """
         with self._lock:
-            while self._leaving and self._leaving[0].parcel.has_ended():
-                self._end_oldest()
+            self._leaving.look()
 
     def settle(self) -> None:
         """Wait for all copies out.
@@ -260,8 +147,7 @@ class Scheduler:
             OSError: a copy failed.
         """
         with self._lock:
-            while self._leaving:
-                self._end_oldest()
+            self._leaving.settle()
 
     def away_bytes(self) -> int:
         """How much of this wave is at the target only."""
@@ -301,50 +187,7 @@ class Scheduler:
             self.counts.no_room_bytes += source.num_bytes
             return
         self.counts.out_bytes += source.num_bytes
-        self._leaving_bytes += source.num_bytes
-        leaving = _Leaving(slot.parcel, weakref.ref(slot), source.num_bytes, self._num_opened)
-        self._leaving.append(leaving)
-        while self._are_too_many_leaving():
-            self._end_oldest()
-
-    def _are_too_many_leaving(self) -> bool:
-        """Whether the compute has to wait, so that what is held for copies has a bound. The newest
-        may always go."""
-        oldest, newest = self._leaving[0], self._leaving[-1]
-        if oldest is newest:
-            return False
-        is_late = newest.call_number - oldest.call_number >= _MOST_LEAVING_CALLS
-        return is_late or self._leaving_bytes - newest.num_bytes > _MOST_LEAVING_BYTES
-
-    def _end_oldest(self) -> None:
-        """Wait for the oldest copy out, and let its source go. If it failed, the others under way
-        are ended too: one failure ends one step, and not the next one as well."""
-        error = self._end(self._leaving.popleft())
-        if error is not None:
-            while self._leaving:
-                self._end(self._leaving.popleft())
-            raise error
-
-    def _end(self, leaving: _Leaving) -> OSError | None:
-        """Wait for a copy out; returns why it failed."""
-        self._leaving_bytes -= leaving.num_bytes
-        slot = leaving.slot()
-        start = time.perf_counter()
-        try:
-            leaving.parcel.finish()
-        except OSError as error:
-            if slot is None:  # its graph was dropped: nobody needs it
-                return None
-            slot.parcel = None  # the tensor is still here
-            leaving.parcel.discard()
-            return error
-        finally:
-            self.counts.seconds_waited += time.perf_counter() - start
-        if slot is not None:
-            slot.is_out = True
-            if not slot.is_wanted:
-                slot.source.let_go()
-        return None
+        self._leaving.add(slot.parcel, slot, self._num_opened)
 
     # --- in
 
@@ -362,7 +205,7 @@ class Scheduler:
         own = call.live_slots()
         ahead = [slot for c in wave.after(call, self._prefetch) for slot in c.live_slots()]
         window = dict.fromkeys([*own, *ahead])
-        for slot in _live(self._window):
+        for slot in live(self._window):
             if slot not in window:
                 slot.rest()
         self._window = [weakref.ref(slot) for slot in window]
@@ -386,11 +229,7 @@ class Scheduler:
             return
         assert slot.parcel is not None
         slot.arrival = slot.parcel.fetch()
-        self.counts.in_bytes += slot.source.num_bytes
-        if ahead:
-            self.counts.num_ahead += 1
-        else:
-            self.counts.num_on_demand += 1
+        self.counts.count_fetch(slot.source.num_bytes, ahead)
 
     def _storage_of(self, slot: Slot) -> torch.UntypedStorage:
         slot.source.check()

@@ -1,0 +1,123 @@
+"""The copies out that are under way, in the order in which they began."""
+
+import time
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+from lightning_ckpt.core.offload.slots import Slot
+from lightning_ckpt.core.offload.targets import Parcel
+
+_MOST_BYTES = 256 * 2**20  # beside those of the newest
+_MOST_CALLS = 2
+
+
+class Counts:
+    """What a scheduler did so far, in bytes, fetches and seconds."""
+
+    def __init__(self) -> None:
+        self.out_bytes = 0
+        self.in_bytes = 0
+        self.no_room_bytes = 0
+        self.num_ahead = 0
+        self.num_on_demand = 0
+        self.seconds_waited = 0.0
+
+    def count_fetch(self, num_bytes: int, ahead: bool) -> None:
+        self.in_bytes += num_bytes
+        self.num_ahead += ahead
+        self.num_on_demand += not ahead
+
+
+class _Copy(NamedTuple):
+    """A copy out under way."""
+
+    parcel: Parcel
+    slot: "weakref.ref[Slot]"
+    num_bytes: int
+    call_number: int
+
+
+class Leaving:
+    """The copies under way, oldest first.
+
+    Args:
+        counts: where the time that was waited for them is added.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._copies: deque[_Copy] = deque()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def add(self, parcel: Parcel, slot: Slot, call_number: int) -> None:
+        """A copy has begun. If too many are under way, wait for the oldest.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        num_bytes = slot.source.num_bytes
+        self._num_bytes += num_bytes
+        self._copies.append(_Copy(parcel, weakref.ref(slot), num_bytes, call_number))
+        while self._are_too_many():
+            self._end_oldest()
+
+    def look(self) -> None:
+        """Let go of the sources whose copies have ended.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        while self._copies and self._copies[0].parcel.has_ended():
+            self._end_oldest()
+
+    def settle(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        while self._copies:
+            self._end_oldest()
+
+    def _are_too_many(self) -> bool:
+        """Whether the compute has to wait, so that what is held for copies has a bound. The newest
+        may always go."""
+        oldest, newest = self._copies[0], self._copies[-1]
+        if oldest is newest:
+            return False
+        is_late = newest.call_number - oldest.call_number >= _MOST_CALLS
+        return is_late or self._num_bytes - newest.num_bytes > _MOST_BYTES
+
+    def _end_oldest(self) -> None:
+        """Wait for the oldest copy out, and let its source go. If it failed, the others under way
+        are ended too: one failure ends one step, and not the next one as well."""
+        error = self._end(self._copies.popleft())
+        if error is not None:
+            while self._copies:
+                self._end(self._copies.popleft())
+            raise error
+
+    def _end(self, copy: _Copy) -> OSError | None:
+        """Wait for a copy out; returns why it failed."""
+        self._num_bytes -= copy.num_bytes
+        slot = copy.slot()
+        start = time.perf_counter()
+        try:
+            copy.parcel.finish()
+        except OSError as error:
+            if slot is None:  # its graph was dropped: nobody needs it
+                return None
+            slot.parcel = None  # the tensor is still here
+            copy.parcel.discard()
+            return error
+        finally:
+            self._counts.seconds_waited += time.perf_counter() - start
+        if slot is not None:
+            slot.is_out = True
+            if not slot.is_wanted:
+                slot.source.let_go()
+        return None
