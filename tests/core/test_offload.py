@@ -97,6 +97,9 @@ def test_same_training(scope: Any, keep_last: int, prefetch: int) -> None:
     )
     if scope == "inputs":  # blocks 0, 2 and 4 hold their inputs
         assert report.out_bytes == report.in_bytes == 3 * (3 - keep_last) * ROWS * DIM * 4
+        assert report.out_link.num_bytes == report.in_link.num_bytes == report.out_bytes
+        assert 0 < report.out_seconds < 10
+        assert 0 < report.in_seconds < 10
 
 
 @pytest.mark.parametrize("scope", ["inputs", "kept", "all"])

@@ -366,6 +366,37 @@ def test_a_stretch_is_not_used_again_while_it_is_written(
     assert target.taken_bytes == 2 * 4096
 
 
+def test_writes_and_reads_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(disk.time, "perf_counter", lambda: now[0])
+    write, read = os.pwrite, os.preadv
+
+    def slow(call: Callable[..., int], seconds: float) -> Callable[..., int]:
+        def timed(*args: Any) -> int:
+            now[0] += seconds
+            return call(*args)
+
+        return timed
+
+    monkeypatch.setattr(os, "pwrite", slow(write, 0.5))
+    monkeypatch.setattr(os, "preadv", slow(read, 0.25))
+    target = DiskTarget(str(tmp_path))
+    for _ in range(3):
+        parcel = target.send(Source(torch.zeros(1024)))
+        parcel.fetch().wait()
+    assert target.moved() == ((3 * 4096, 1.5), (3 * 4096, 0.75))
+    assert target.moved()[0].bytes_per_second == 8192
+
+
+def test_times_of_copies_do_not_grow(tmp_path: Path) -> None:
+    """One sums them up where a copy begins."""
+    target = DiskTarget(str(tmp_path))
+    for _ in range(20):
+        target.send(Source(torch.zeros(1024))).fetch().wait()
+    assert len(target.file.written._new) <= 1
+    assert len(target.file.read_back._new) <= 1
+
+
 def test_a_large_write_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux takes less than 2 GiB at a time; here less than 1000 bytes."""
     write, read = os.pwrite, os.preadv

@@ -109,3 +109,18 @@ def test_time_that_the_device_waited_is_counted() -> None:
         gpu.finish()
         assert target.seconds_waited() == pytest.approx(0.002)
         assert target.asked_bytes == 400
+
+
+def test_copies_that_have_ended_are_timed() -> None:
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        scheduler = Scheduler(HostTarget(PinnedPool(2**20, pin=False)), prefetch=0, keep_last=0)
+        places = [scheduler.save(scheduler.open_call(), torch.zeros(100)) for _ in range(2)]
+        assert scheduler.moved() == ((0, 0.0), (0, 0.0)), "the device did nothing so far"
+        gpu.finish()
+        assert scheduler.moved() == ((800, pytest.approx(0.002)), (0, 0.0))
+        scheduler.use(places[1])
+        gpu.finish()
+        out, back = scheduler.moved()
+        assert out.bytes_per_second == pytest.approx(400_000)
+        assert back == (400, pytest.approx(0.001))

@@ -8,6 +8,7 @@ import ctypes
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor
 
 from lightning_ckpt.core.offload.extents import Extents
-from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source, Target, as_bytes
+from lightning_ckpt.core.offload.targets import (
+    Arrival,
+    Moved,
+    Parcel,
+    Source,
+    Target,
+    Timer,
+    as_bytes,
+)
 from lightning_ckpt.core.offload.worker import Job, Worker
 
 
@@ -33,12 +42,17 @@ class NamelessFile:
         self.directory = directory
         self._descriptor: int | None = None
         self._lock = threading.Lock()
+        self.written, self.read_back = Timer(), Timer()
 
     def write(self, source: memoryview, offset: int) -> None:
+        start = time.perf_counter()
         self._all(os.pwrite, "write", source, offset)
+        self.written.add(len(source), time.perf_counter() - start)
 
     def read(self, into: memoryview, offset: int) -> None:
+        start = time.perf_counter()
         self._all(_pread_into, "read", into, offset)
+        self.read_back.add(len(into), time.perf_counter() - start)
 
     def _all(self, call: Callable[..., int], verb: str, view: memoryview, offset: int) -> None:
         done = 0
@@ -119,6 +133,7 @@ class DiskTarget(Target):
             owner: held until they are written.
             ready: waits, in the thread that writes, until the bytes are there.
         """
+        self.moved()
         while self.returned:
             stretch = self.returned.popleft()
             self._room.give_back(stretch.offset, stretch.length)
@@ -129,6 +144,9 @@ class DiskTarget(Target):
         self._most_used = max(self._most_used, self._used)
         self._most_taken = max(self._most_taken, self._room.end)
         return DiskParcel(self, _Stretch(*taken, data.nbytes), data, owner, ready)
+
+    def moved(self) -> tuple[Moved, Moved]:
+        return self.file.written.moved(), self.file.read_back.moved()
 
     @property
     def asked_bytes(self) -> int:

@@ -93,6 +93,7 @@ class Offloader:
     def report(self) -> OffloadReport:
         """What was done so far."""
         counts = self._scheduler.counts
+        out_link, in_link = self._scheduler.moved()
         stayed = dict(self._stayed)
         if counts.no_room_bytes:
             stayed["no room at the target"] = counts.no_room_bytes
@@ -107,6 +108,8 @@ class Offloader:
             num_on_demand=counts.num_on_demand,
             seconds_waited=counts.seconds_waited + self._target.seconds_waited(),
             peak=self._watch.moment if self._watch is not None else None,
+            out_link=out_link,
+            in_link=in_link,
         )
 
     def _begin_wave(self) -> None:

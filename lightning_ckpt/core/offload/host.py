@@ -6,7 +6,7 @@ from torch import Tensor
 from lightning_ckpt.core.offload import streams as device_streams
 from lightning_ckpt.core.offload.pool import PinnedPool, Room
 from lightning_ckpt.core.offload.streams import CopyOut, Streams
-from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source, Target
+from lightning_ckpt.core.offload.targets import Arrival, Moved, Parcel, Source, Target
 
 
 class HostTarget(Target):
@@ -26,6 +26,9 @@ class HostTarget(Target):
 
     def seconds_waited(self) -> float:
         return self._streams.seconds_waited()
+
+    def moved(self) -> tuple[Moved, Moved]:
+        return self._streams.moved()
 
     @property
     def asked_bytes(self) -> int:
@@ -64,13 +67,8 @@ class _HostArrival(Arrival):
     def __init__(self, streams: Streams, room: Room, device: torch.device) -> None:
         self._streams = streams
         self._room = room
-        self._home = torch.accelerator.current_stream(device)
         self._bytes: Tensor | None = device_streams.allocate(room.num_bytes, device)
-        stream = streams.of(device)
-        stream.wait_event(self._home.record_event())
-        with stream:
-            device_streams.start_copy(room.bytes, self._bytes)
-        self._copied = stream.record_event()
+        self._home, self._copied = streams.copy(room.bytes, self._bytes, device, streams.back)
 
     def wait(self) -> torch.UntypedStorage:
         assert self._bytes is not None

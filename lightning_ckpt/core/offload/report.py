@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_ckpt.core.offload.targets import Moved
+
 _MIB = 2**20
 _NOTHING = (
     "nothing was moved, so offload changes nothing here: the blocks save less than min_bytes each, "
@@ -40,6 +42,9 @@ class OffloadReport:
         num_ahead: storages fetched before backward asked for them.
         num_on_demand: storages fetched when backward asked for them.
         seconds_waited: time that the compute waited for a copy.
+        out_link: the copies out that have ended, and the time that they themselves took (for
+            "disk" on a device: from pinned memory to the file).
+        in_link: the same of the copies back.
         peak: when the memory was highest, where that was watched.
     """
 
@@ -53,6 +58,18 @@ class OffloadReport:
     num_on_demand: int = 0
     seconds_waited: float = 0.0
     peak: PeakMoment | None = None
+    out_link: Moved = field(default_factory=Moved)
+    in_link: Moved = field(default_factory=Moved)
+
+    @property
+    def out_seconds(self) -> float:
+        """Time that the copies out took which have ended."""
+        return self.out_link.seconds
+
+    @property
+    def in_seconds(self) -> float:
+        """Time that the copies back took which have ended."""
+        return self.in_link.seconds
 
     def sentences(self) -> list[str]:
         """The report for a person."""

@@ -28,7 +28,7 @@ from lightning_ckpt.core._torch import tensor_version
 from lightning_ckpt.core.offload.leaving import Counts, Leaving
 from lightning_ckpt.core.offload.slots import Call, Place, Slot, Wave, live
 from lightning_ckpt.core.offload.storages import StorageMap
-from lightning_ckpt.core.offload.targets import Source, Target
+from lightning_ckpt.core.offload.targets import Moved, Source, Target
 
 _MOST_ORDERS = 16  # waves of so many different lengths are remembered
 
@@ -148,6 +148,11 @@ class Scheduler:
         """
         with self._lock:
             self._leaving.settle()
+
+    def moved(self) -> tuple[Moved, Moved]:
+        """What the target copied out, and in, so far."""
+        with self._lock:
+            return self._target.moved()
 
     def away_bytes(self) -> int:
         """How much of this wave is at the target only."""

@@ -27,7 +27,7 @@ from lightning_ckpt.core.offload import streams as device_streams
 from lightning_ckpt.core.offload.disk import DiskArrival, DiskParcel, DiskTarget
 from lightning_ckpt.core.offload.pool import PinnedPool, Room
 from lightning_ckpt.core.offload.streams import CopyOut, Streams
-from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source, Target
+from lightning_ckpt.core.offload.targets import Arrival, Moved, Parcel, Source, Target
 from lightning_ckpt.core.offload.worker import Job
 
 
@@ -58,6 +58,10 @@ class StagedTarget(Target):
 
     def seconds_waited(self) -> float:
         return self._streams.seconds_waited()
+
+    def moved(self) -> tuple[Moved, Moved]:
+        """Those of the file, which is the slower part of the way."""
+        return self._disk.moved()
 
     @property
     def asked_bytes(self) -> int:

@@ -21,7 +21,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from lightning_ckpt.core.offload.targets import Source, as_bytes
+from lightning_ckpt.core.offload.targets import Moved, Source, Timer, as_bytes
 
 
 class Streams:
@@ -31,6 +31,8 @@ class Streams:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._waits: deque[tuple[torch.Event, torch.Event]] = deque()
         self._milliseconds = 0.0
+        self._copies: deque[tuple[torch.Event, torch.Event, int, Timer]] = deque()
+        self.out, self.back = Timer(), Timer()
 
     def of(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:
@@ -39,20 +41,48 @@ class Streams:
 
     def wait_for(self, event: torch.Event, stream: torch.Stream) -> None:
         """Make `stream` wait for `event`, and measure for how long it does."""
-        before = stream.record_event(torch.Event(stream.device, enable_timing=True))
+        before = _record(stream)
         stream.wait_event(event)
-        after = stream.record_event(torch.Event(stream.device, enable_timing=True))
-        self._waits.append((before, after))
+        self._waits.append((before, _record(stream)))
         self._sum_up()
+
+    def copy(
+        self, source: Tensor, into: Tensor, device: torch.device, timer: Timer
+    ) -> tuple[torch.Stream, torch.Event]:
+        """Start a copy, after what the current stream was given so far.
+
+        Returns:
+            The stream that is current, and the event at the copy's end.
+        """
+        # Before the other stream is entered: inside, "current" is that one.
+        current = torch.accelerator.current_stream(device)
+        stream = self.of(device)
+        stream.wait_event(current.record_event())
+        begun = _record(stream)
+        with stream:
+            start_copy(source, into)
+        copied = _record(stream)
+        self._copies.append((begun, copied, into.nbytes, timer))
+        self._sum_up()
+        return current, copied
 
     def seconds_waited(self) -> float:
         self._sum_up()
         return self._milliseconds / 1000
 
+    def moved(self) -> tuple[Moved, Moved]:
+        """What was copied out, and in, so far."""
+        self._sum_up()
+        return self.out.moved(), self.back.moved()
+
     def _sum_up(self) -> None:
         while self._waits and self._waits[0][1].query():
             before, after = self._waits.popleft()
             self._milliseconds += before.elapsed_time(after)
+        while self._copies and self._copies[0][1].query():
+            begun, copied, num_bytes, timer = self._copies.popleft()
+            timer.add(num_bytes, begun.elapsed_time(copied) / 1000)
+            timer.moved()
 
 
 class CopyOut:
@@ -71,13 +101,8 @@ class CopyOut:
         self._streams = streams
         self._device = source.device
         assert source.tensor is not None
-        # Before the other stream is entered: inside, "current" is that one.
-        self._producer = torch.accelerator.current_stream(source.device)
-        stream = streams.of(source.device)
-        stream.wait_event(self._producer.record_event())
-        with stream:
-            start_copy(as_bytes(source.tensor.untyped_storage()), into)
-        self.copied = stream.record_event()
+        data = as_bytes(source.tensor.untyped_storage())
+        self._producer, self.copied = streams.copy(data, into, source.device, streams.out)
 
     def has_ended(self) -> bool:
         return bool(self.copied.query())
@@ -90,6 +115,11 @@ class CopyOut:
         self._streams.wait_for(self.copied, current)
         if self._producer != current:
             self._producer.wait_event(self.copied)
+
+
+def _record(stream: torch.Stream) -> torch.Event:
+    """An event that tells when the stream came to it."""
+    return stream.record_event(torch.Event(stream.device, enable_timing=True))
 
 
 def start_copy(source: Tensor, into: Tensor) -> None:

@@ -1,6 +1,8 @@
 """What a place that tensors wait in has to offer. The scheduler knows no more of devices."""
 
 from abc import ABC, abstractmethod
+from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +77,38 @@ class Parcel(ABC):
         collector), so it takes no lock and raises nothing."""
 
 
+class Moved(NamedTuple):
+    """Copies in one direction that have ended, and the time that they themselves took (not the
+    time that somebody waited for them)."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None: nothing was copied."""
+        return self.num_bytes / self.seconds if self.seconds else None
+
+
+class Timer:
+    """Adds up copies in one direction."""
+
+    def __init__(self) -> None:
+        self._new: deque[Moved] = deque()
+        self._sum = Moved()
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """A copy has ended. May be called by any thread, and after a fork: it takes no lock."""
+        self._new.append(Moved(num_bytes, seconds))
+
+    def moved(self) -> Moved:
+        """To be called under the scheduler's lock, now and then, so that nothing grows."""
+        while self._new:
+            new = self._new.popleft()
+            self._sum = Moved(self._sum.num_bytes + new.num_bytes, self._sum.seconds + new.seconds)
+        return self._sum
+
+
 class Target(ABC):
     """A place that tensors wait in."""
 
@@ -102,6 +136,10 @@ class Target(ABC):
     def seconds_waited(self) -> float:
         """Time that the device waited for copies, as far as it is known by now."""
         return 0.0
+
+    def moved(self) -> tuple[Moved, Moved]:
+        """What was copied out, and in, as far as it is known by now."""
+        return Moved(), Moved()
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
