@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_ckpt.core.apply import Handle, handles_in_force
 from lightning_ckpt.core.breakdown import KINDS, PARTS
 from lightning_ckpt.core.steps import EpochFigures
+from lightning_ckpt.ranks import gathered
 
 PEAK = "peak_allocated"
 KEY = f"memory/{PEAK}_MiB"
@@ -104,14 +103,12 @@ def own_figures(
 def over_ranks(trainer: "pl.Trainer", own: Bytes) -> tuple[dict[str, int], int]:
     """The figures of the rank with the highest peak, and the maximum over ranks of those that are
     no part of it; and which rank that was. Every rank must call it, also one without figures."""
-    values = [own.get(key) for key in _FIGURES]
-    missing = [int(value is None) for value in values]
-    rows = _gather(trainer, [*(value or 0 for value in values), *missing])
-    rank = max(range(len(rows)), key=lambda index: rows[index][0])
+    rows = gathered(trainer, [own.get(key) for key in _FIGURES])
+    rank = max(range(len(rows)), key=lambda index: rows[index][0] or 0)
     found: dict[str, int] = {}
     for position, key in enumerate(_FIGURES):
         among = rows if key in _PEAKS else [rows[rank]]
-        present = [row[position] for row in among if not row[len(_FIGURES) + position]]
+        present = [value for row in among if (value := row[position]) is not None]
         if present:
             found[key] = max(present)
     return found, rank
@@ -162,14 +159,3 @@ def _words(handle: Handle) -> str:
     plan = handle.plan
     where = f", offload to {plan.offload}" if plan.offload else ""
     return f"{plan.num_recomputed} of {len(plan)} blocks recomputed{where}"
-
-
-def _gather(trainer: "pl.Trainer", numbers: list[int]) -> list[list[int]]:
-    """The numbers of each rank."""
-    # Not the process group's size: one rank of a group may train alone, on a single device.
-    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return [numbers]
-    own = torch.tensor(numbers, dtype=torch.int64, device=trainer.strategy.root_device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return [row.tolist() for row in gathered]

@@ -1,14 +1,12 @@
 """A plan over one fit: what the callback and the strategies share."""
 
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -37,9 +35,8 @@ from lightning_ckpt.core.offload import (
 from lightning_ckpt.core.peak import PeakUnavailable
 from lightning_ckpt.core.plan import Action, Plan, check_every_n, read_plan
 from lightning_ckpt.measuring import MeasuredStep
+from lightning_ckpt.ranks import from_all_ranks, gathered
 from lightning_ckpt.summary import print_offload, print_plan
-
-T = TypeVar("T")
 
 _FAILED = "failed: "  # begins the report of a rank that has no plan
 
@@ -304,32 +301,6 @@ def _metadata(plan: Plan) -> dict[str, Any]:
         "recomputed": list(plan.recomputed),
         **({} if plan.every_n else {"plan": plan.to_dict()}),
     }
-
-
-def gathered(trainer: "pl.Trainer", value: T) -> list[T]:
-    """The values of all ranks of the run."""
-    return [value] if _is_alone(trainer) else _gather(value)
-
-
-def _is_alone(trainer: "pl.Trainer") -> bool:
-    # Not the process group's size: one rank of a group may train alone, on a single device.
-    return trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized())
-
-
-def from_all_ranks(trainer: "pl.Trainer", report: list[str]) -> list[list[str]]:
-    """Each rank's report, or only this one's where all are alike."""
-    if _is_alone(trainer):
-        return [report]
-    # All reports would be many bytes with many ranks; they are needed only where they differ.
-    if len(set(_gather(zlib.crc32("\n".join(report).encode())))) == 1:
-        return [report]
-    return _gather(report)
-
-
-def _gather(value: T) -> list[T]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _first_difference(reports: list[list[str]]) -> str | None:

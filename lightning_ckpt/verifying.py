@@ -16,7 +16,8 @@ from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.report import Report
 from lightning_ckpt.core.step import Loss
 from lightning_ckpt.core.verify import verify as verify_step
-from lightning_ckpt.fitting import FitPlan, from_all_ranks
+from lightning_ckpt.fitting import FitPlan
+from lightning_ckpt.ranks import from_all_ranks
 from lightning_ckpt.summary import origin, print_report
 
 
