@@ -54,6 +54,9 @@ class FakeStream:
         self._work.popleft()[1]()
         return True
 
+    def query(self) -> bool:
+        return not self._work
+
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
         event.gpu = self.gpu

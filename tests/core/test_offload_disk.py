@@ -23,7 +23,6 @@ from torch import Tensor
 from lightning_ckpt import apply_partial_checkpoint
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.offload import disk
-from lightning_ckpt.core.offload import worker as workers
 from lightning_ckpt.core.offload.config import OffloadConfig
 from lightning_ckpt.core.offload.disk import DiskTarget, NamelessFile
 from lightning_ckpt.core.offload.extents import Extents
@@ -274,7 +273,7 @@ def test_a_fork_copies_for_itself(tmp_path: Path) -> None:
 
 @pytest.fixture
 def worker() -> Worker:
-    return Worker()
+    return Worker(lambda: None)
 
 
 def test_a_job_is_done_once(worker: Worker) -> None:
@@ -283,7 +282,7 @@ def test_a_job_is_done_once(worker: Worker) -> None:
     for job in jobs:
         worker.add(job)
     for job in reversed(jobs):
-        job.wait(worker)
+        job.wait()
     assert sorted(done) == list(range(200))
 
 
@@ -293,7 +292,7 @@ def test_a_job_that_is_waited_for_is_not_behind_others(worker: Worker) -> None:
     done: list[str] = []
     job = Job(lambda: done.append(threading.current_thread().name))
     worker.add(job)
-    job.wait(worker)
+    job.wait()
     gate.set()
     assert done == [threading.current_thread().name]
 
@@ -302,28 +301,42 @@ def test_an_error_of_a_job_is_raised_where_it_is_waited_for(worker: Worker) -> N
     job = Job(no_space)
     worker.add(job)
     with pytest.raises(OSError, match="No space"):
-        job.wait(worker)
+        job.wait()
 
 
-def test_a_job_that_was_cancelled_is_not_done_and_holds_nothing(worker: Worker) -> None:
+def test_a_job_that_is_interrupted_is_done_by_whoever_comes_next(worker: Worker) -> None:
     done: list[int] = []
-    job = Job(lambda: done.append(1))
-    assert job.cancel()
-    assert not job.cancel()
-    job.run()
-    job.wait(worker)
-    assert done == []
-    assert job._action is None
+
+    def action() -> None:
+        done.append(len(done))
+        if len(done) == 1:
+            raise KeyboardInterrupt
+
+    job = Job(action)
+    with pytest.raises(KeyboardInterrupt):
+        job.wait()
+    assert not job.has_ended()
+    job.wait()
+    job.wait()
+    assert done == [0, 1]
+    assert job.has_ended()
 
 
-def test_a_thread_that_ended_in_a_copy_is_no_hang(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.01)
-    job = Job(lambda: None)
-    assert job._claim()  # by a thread that a fork has left behind
-    with pytest.raises(RuntimeError, match="has ended in a copy"):
-        job.wait(worker)
+def test_who_waits_for_a_thread_can_be_interrupted(worker: Worker) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    job = Job(lambda: begun.set() or (gate.wait(30) and None))
+    worker.add(job)
+    assert begun.wait(30)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            job.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not job.has_ended()
+    gate.set()
+    job.wait()
 
 
 # --- stretches
@@ -337,8 +350,10 @@ def test_stretches_are_used_again(tmp_path: Path) -> None:
             back = parcel.fetch().wait()
             values = torch.empty(0).set_(back, 0, (1024 * number,), (1,))
             assert (values == number).all(), step
-        for parcel in parcels[step % 3 :] + parcels[: step % 3]:
-            parcel.discard()
+        del back
+        for _ in range(3):
+            del parcels[step % len(parcels)]
+        del parcel
     assert target.asked_bytes == 6 * 4096
     assert target.taken_bytes == 6 * 4096
 
@@ -358,7 +373,7 @@ def test_a_stretch_is_not_used_again_while_it_is_written(
     target = DiskTarget(str(tmp_path))
     first = target.send(Source(torch.full((1024,), 1.0)))
     assert begun.wait(30)
-    first.discard()  # its graph is dropped
+    del first  # its graph is dropped
     second = target.send(Source(torch.full((1024,), 2.0)))
     gate.set()
     values = torch.empty(0).set_(second.fetch().wait(), 0, (1024,), (1,))

@@ -327,7 +327,7 @@ def test_forwards_without_backward_leave_nothing() -> None:
     for number in range(100):
         forward(scheduler, [number, number + 1])
     assert target.num_kept == 0
-    assert len(scheduler._wave.calls) == 0
+    assert scheduler._wave.live_calls() == []
     assert scheduler._wave.num_calls <= 2
     assert len(scheduler._recent) <= 1
     assert len(scheduler._slots) == 0

@@ -10,15 +10,14 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_ckpt.core.offload.extents import Extents
+from lightning_ckpt.core.offload.lifetimes import Lifetimes
 from lightning_ckpt.core.offload.targets import (
     Arrival,
     Moved,
@@ -75,18 +74,22 @@ class NamelessFile:
         with self._lock:
             if self._descriptor is None:
                 self._descriptor = _open_nameless(self.directory)
-                weakref.finalize(self, os.close, self._descriptor).atexit = False
             return self._descriptor
+
+    def close(self) -> None:
+        """Give the file back to the system, when nobody writes or reads any more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _open_nameless(directory: str) -> int:
     # The private directory (mode 0700) is for systems where the file has a name for a moment.
-    private = tempfile.mkdtemp(prefix="lightning_ckpt_", dir=directory)
-    try:
-        with tempfile.TemporaryFile(dir=private) as file:
-            return os.dup(file.fileno())
-    finally:
-        os.rmdir(private)
+    with (
+        tempfile.TemporaryDirectory(prefix="lightning_ckpt_", dir=directory) as private,
+        tempfile.TemporaryFile(dir=private) as file,
+    ):
+        return os.dup(file.fileno())
 
 
 def _pread_into(descriptor: int, view: memoryview, offset: int) -> int:
@@ -98,12 +101,11 @@ def _memory(data: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
 
 
-class _Stretch(NamedTuple):
-    """Where in the file the bytes of one storage lie."""
+class _Stretch:
+    """Where bytes lie in the file: nobody else's as long as somebody holds this."""
 
-    offset: int
-    length: int
-    num_bytes: int
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
 
 
 class DiskTarget(Target):
@@ -114,11 +116,17 @@ class DiskTarget(Target):
     """
 
     def __init__(self, directory: str) -> None:
+        self._begin(directory)
+        self._most_used = self._most_taken = 0
+
+    def _begin(self, directory: str) -> None:
+        """An empty file, of this process."""
+        self._process = os.getpid()
         self.file = NamelessFile(directory)
-        self.worker = Worker()
-        self.returned: deque[_Stretch] = deque()  # by any thread
+        self.worker = Worker(self.file.close)
         self._room = Extents()
-        self._used = self._most_used = self._most_taken = 0
+        self._lent: Lifetimes[tuple[int, int, int]] = Lifetimes()  # offset, length, bytes in use
+        self._used = 0
 
     def send(self, source: Source) -> Parcel:
         assert source.tensor is not None
@@ -133,17 +141,20 @@ class DiskTarget(Target):
             owner: held until they are written.
             ready: waits, in the thread that writes, until the bytes are there.
         """
+        if self._process != os.getpid():  # a fork: the file is the other one's, who writes to it
+            self._begin(self.file.directory)
         self.moved()
-        while self.returned:
-            stretch = self.returned.popleft()
-            self._room.give_back(stretch.offset, stretch.length)
-            self._used -= stretch.num_bytes
+        for offset, length, num_bytes in self._lent.ended():
+            self._room.give_back(offset, length)
+            self._used -= num_bytes
         taken = self._room.take(data.nbytes)
         assert taken is not None  # there is no limit
+        stretch = _Stretch(taken[0])
+        self._lent.watch(stretch, (*taken, data.nbytes))
         self._used += data.nbytes
         self._most_used = max(self._most_used, self._used)
         self._most_taken = max(self._most_taken, self._room.end)
-        return DiskParcel(self, _Stretch(*taken, data.nbytes), data, owner, ready)
+        return DiskParcel(self, stretch, data, owner, ready)
 
     def moved(self) -> tuple[Moved, Moved]:
         return self.file.written.moved(), self.file.read_back.moved()
@@ -158,7 +169,8 @@ class DiskTarget(Target):
 
 
 class DiskParcel(Parcel):
-    """Bytes in the file, or on their way to it.
+    """Bytes in the file, or on their way to it. Who is to write knows it weakly: if its graph is
+    dropped before, all that it holds is free at once.
 
     Attributes:
         job: the write.
@@ -172,69 +184,61 @@ class DiskParcel(Parcel):
         owner: object,
         ready: Callable[[], None] | None,
     ) -> None:
-        self._file = target.file
+        self.file = target.file
+        self.stretch = stretch
         self._worker = target.worker
-        self._returned = target.returned
-        self._stretch = stretch
-        self._needed_by = [True]  # the first to end of the two that need it: the write, the owner
-        self.job = Job(partial(self._write, data, owner, ready))
+        self._num_bytes = data.nbytes
+        self._source: tuple[Tensor, object] | None = data, owner
+        self._ready = ready
+        self.job = Job(partial(_do_for, weakref.ref(self)))
         self._worker.add(self.job)
 
-    def _write(self, data: Tensor, owner: object, ready: Callable[[], None] | None) -> None:
-        try:
-            if ready is not None:
-                ready()
-            self._file.write(_memory(data), self._stretch.offset)
-        finally:
-            self._end()
+    def do(self) -> None:
+        """Write."""
+        assert self._source is not None
+        if self._ready is not None:
+            self._ready()
+        self.file.write(_memory(self._source[0]), self.stretch.offset)
+        self._source = self._ready = None
 
     def has_ended(self) -> bool:
         return self.job.has_ended()
 
     def finish(self) -> None:
-        self.job.wait(self._worker)
+        self.job.wait()
 
     def fetch(self) -> Arrival:
         self.finish()
         # Here and not in the worker: dispatch modes, which may count bytes, belong to a thread.
-        data = torch.empty(self._stretch.num_bytes, dtype=torch.uint8)
+        data = torch.empty(self._num_bytes, dtype=torch.uint8)
         return self.read_into(data, owner=data)
 
     def read_into(self, data: Tensor, owner: object) -> "DiskArrival":
         """Start to read, once it is written, into flat bytes of `owner` in memory of the host."""
-        read = Job(partial(_read, self._file, data, owner, self._stretch.offset))
-        self._worker.add(read)
-        return DiskArrival(read, self._worker, data)
-
-    def discard(self) -> None:
-        if self.job.cancel():
-            self._end()
-        self._end()
-
-    def _end(self) -> None:
-        """Called for the write and for the owner: the second gives the stretch back."""
-        try:
-            self._needed_by.pop()
-        except IndexError:
-            self._returned.append(self._stretch)
+        return DiskArrival(self, self._worker, data, owner)
 
 
 class DiskArrival(Arrival):
-    """Bytes on their way from the file."""
+    """Bytes on their way from the file; the thread that reads knows it weakly."""
 
-    def __init__(self, read: Job, worker: Worker, data: Tensor) -> None:
-        self._read = read
-        self._worker = worker
+    def __init__(self, parcel: DiskParcel, worker: Worker, data: Tensor, owner: object) -> None:
+        self._parcel = parcel
         self._data = data
+        self._owner = owner
+        self._job = Job(partial(_do_for, weakref.ref(self)))
+        worker.add(self._job)
+
+    def do(self) -> None:
+        """Read."""
+        self._parcel.file.read(_memory(self._data), self._parcel.stretch.offset)
 
     def wait(self) -> torch.UntypedStorage:
-        self._read.wait(self._worker)
+        self._job.wait()
         return self._data.untyped_storage()
 
-    def abandon(self) -> None:
-        self._read.cancel()
 
-
-def _read(file: NamelessFile, data: Tensor, owner: object, offset: int) -> None:
-    """`owner` keeps the memory alive."""
-    file.read(_memory(data), offset)
+def _do_for(wanted_by: "weakref.ref[DiskParcel] | weakref.ref[DiskArrival]") -> None:
+    """Write or read, if anybody still wants it; whoever does holds the memory meanwhile."""
+    copy = wanted_by()
+    if copy is not None:
+        copy.do()

@@ -13,12 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ckpt.core._torch import tensor_version, view_base
 from lightning_ckpt.core.offload.config import OffloadConfig
+from lightning_ckpt.core.offload.leaving import Counts
 from lightning_ckpt.core.offload.peaks import PeakWatch
 from lightning_ckpt.core.offload.report import OffloadReport
 from lightning_ckpt.core.offload.schedule import Scheduler
 from lightning_ckpt.core.offload.slots import Call, Place, Slot
 from lightning_ckpt.core.offload.storages import StorageMap
-from lightning_ckpt.core.offload.targets import Target
+from lightning_ckpt.core.offload.targets import Moved, Target
 
 
 class _Stayed(NamedTuple):
@@ -90,10 +91,17 @@ class Offloader:
         """
         self._scheduler.settle()
 
+    def look(self) -> None:
+        """Let go of memory of the device that nobody needs any more."""
+        with self._scheduler.lock:
+            self._target.look()
+
     def report(self) -> OffloadReport:
         """What was done so far."""
-        counts = self._scheduler.counts
-        out_link, in_link = self._scheduler.moved()
+        with self._scheduler.lock:
+            return self._report(self._scheduler.counts, *self._target.moved())
+
+    def _report(self, counts: Counts, out_link: Moved, in_link: Moved) -> OffloadReport:
         stayed = dict(self._stayed)
         if counts.no_room_bytes:
             stayed["no room at the target"] = counts.no_room_bytes
@@ -163,6 +171,7 @@ class _Pack:
         self._is_recomputed = is_recomputed
         self._seen: list[tuple[Tensor, Slot]] = []
 
+    @torch.compiler.disable  # parts of a block may be compiled, and the compiler follows hooks
     def __call__(self, tensor: Tensor) -> _Stayed | Place:
         assert self._state is not None
         offloader, call = self._state
@@ -202,6 +211,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+@torch.compiler.disable
 def _unpack(packed: _Stayed | Place) -> Tensor:
     if isinstance(packed, Place):
         storage = packed.call.scheduler.use(packed)
@@ -224,7 +234,9 @@ _in_force: WeakKeyDictionary[nn.Module, Offloader] = WeakKeyDictionary()
 def put_in_force(block: nn.Module, offloader: Offloader | None) -> None:
     """Let `block` offload by `offloader` from now on, or not at all."""
     if offloader is None:
-        _in_force.pop(block, None)
+        former = _in_force.pop(block, None)
+        if former is not None:
+            former.look()
     else:
         _in_force[block] = offloader
 

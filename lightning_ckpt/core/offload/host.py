@@ -22,7 +22,12 @@ class HostTarget(Target):
 
     def send(self, source: Source) -> Parcel | None:
         room = self._pool.take(source.num_bytes, source.device)
-        return None if room is None else _HostParcel(self._pool, self._streams, source, room)
+        return None if room is None else _HostParcel(self._streams, source, room)
+
+    def look(self) -> None:
+        for key, (stream, _) in list(_arriving.items()):
+            if stream.query():
+                _arriving.pop(key, None)
 
     def seconds_waited(self) -> float:
         return self._streams.seconds_waited()
@@ -40,8 +45,7 @@ class HostTarget(Target):
 
 
 class _HostParcel(Parcel):
-    def __init__(self, pool: PinnedPool, streams: Streams, source: Source, room: Room) -> None:
-        self._pool = pool
+    def __init__(self, streams: Streams, source: Source, room: Room) -> None:
         self._streams = streams
         self._room = room
         self._device = source.device
@@ -56,9 +60,10 @@ class _HostParcel(Parcel):
     def fetch(self) -> Arrival:
         return _HostArrival(self._streams, self._room, self._device)
 
-    def discard(self) -> None:
-        # The copy may be under way, and the source be freed now: what is read then, nobody needs.
-        self._pool.give_back(self._room)
+
+# What copies write to now, and the streams that copy. If an arrival is dropped before its copy has
+# ended, its memory must not be free at once, and no code of ours runs then (Note: [Interrupts]).
+_arriving: dict[int, tuple[torch.Stream, Tensor]] = {}
 
 
 class _HostArrival(Arrival):
@@ -67,7 +72,8 @@ class _HostArrival(Arrival):
     def __init__(self, streams: Streams, room: Room, device: torch.device) -> None:
         self._streams = streams
         self._room = room
-        self._bytes: Tensor | None = device_streams.allocate(room.num_bytes, device)
+        self._bytes: Tensor | None = device_streams.allocate(room.bytes.nbytes, device)
+        _arriving[id(self._bytes)] = streams.of(device), self._bytes
         self._home, self._copied = streams.copy(room.bytes, self._bytes, device, streams.back)
 
     def wait(self) -> torch.UntypedStorage:
@@ -78,10 +84,13 @@ class _HostArrival(Arrival):
             self._home.wait_event(self._copied)
             self._bytes.record_stream(current)
         storage = self._bytes.untyped_storage()
-        self._bytes = None
+        self._let_go()
         return storage
 
     def abandon(self) -> None:
-        if self._bytes is not None:
-            self._home.wait_event(self._copied)
-            self._bytes = None
+        self._home.wait_event(self._copied)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        _arriving.pop(id(self._bytes), None)
+        self._bytes = None

@@ -6,7 +6,6 @@ from collections import deque
 from typing import NamedTuple
 
 from lightning_ckpt.core.offload.slots import Slot
-from lightning_ckpt.core.offload.targets import Parcel
 
 _MOST_BYTES = 256 * 2**20  # beside those of the newest
 _MOST_CALLS = 2
@@ -30,9 +29,9 @@ class Counts:
 
 
 class _Copy(NamedTuple):
-    """A copy out under way."""
+    """A copy out under way. It is the slot's, and ends with it: if the graph is dropped, nobody has
+    to wait for it."""
 
-    parcel: Parcel
     slot: "weakref.ref[Slot]"
     num_bytes: int
     call_number: int
@@ -48,20 +47,17 @@ class Leaving:
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._copies: deque[_Copy] = deque()
-        self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def add(self, parcel: Parcel, slot: Slot, call_number: int) -> None:
+    def add(self, slot: Slot, call_number: int) -> None:
         """A copy has begun. If too many are under way, wait for the oldest.
 
         Raises:
             OSError: a copy failed.
         """
-        num_bytes = slot.source.num_bytes
-        self._num_bytes += num_bytes
-        self._copies.append(_Copy(parcel, weakref.ref(slot), num_bytes, call_number))
+        self._copies.append(_Copy(weakref.ref(slot), slot.source.num_bytes, call_number))
         while self._are_too_many():
             self._end_oldest()
 
@@ -71,7 +67,7 @@ class Leaving:
         Raises:
             OSError: a copy failed.
         """
-        while self._copies and self._copies[0].parcel.has_ended():
+        while self._copies and _has_ended(self._copies[0].slot()):
             self._end_oldest()
 
     def settle(self) -> None:
@@ -87,37 +83,36 @@ class Leaving:
         """Whether the compute has to wait, so that what is held for copies has a bound. The newest
         may always go."""
         oldest, newest = self._copies[0], self._copies[-1]
-        if oldest is newest:
-            return False
         is_late = newest.call_number - oldest.call_number >= _MOST_CALLS
-        return is_late or self._num_bytes - newest.num_bytes > _MOST_BYTES
+        num_bytes = sum(copy.num_bytes for copy in self._copies) - newest.num_bytes
+        return is_late or num_bytes > _MOST_BYTES
 
     def _end_oldest(self) -> None:
         """Wait for the oldest copy out, and let its source go. If it failed, the others under way
         are ended too: one failure ends one step, and not the next one as well."""
-        error = self._end(self._copies.popleft())
+        error = self._end(self._copies.popleft().slot())
         if error is not None:
             while self._copies:
-                self._end(self._copies.popleft())
+                self._end(self._copies.popleft().slot())
             raise error
 
-    def _end(self, copy: _Copy) -> OSError | None:
+    def _end(self, slot: Slot | None) -> OSError | None:
         """Wait for a copy out; returns why it failed."""
-        self._num_bytes -= copy.num_bytes
-        slot = copy.slot()
+        if slot is None or slot.parcel is None:
+            return None
         start = time.perf_counter()
         try:
-            copy.parcel.finish()
+            slot.parcel.finish()
         except OSError as error:
-            if slot is None:  # its graph was dropped: nobody needs it
-                return None
             slot.parcel = None  # the tensor is still here
-            copy.parcel.discard()
             return error
         finally:
             self._counts.seconds_waited += time.perf_counter() - start
-        if slot is not None:
-            slot.is_out = True
-            if not slot.is_wanted:
-                slot.source.let_go()
+        slot.is_out = True
+        if not slot.is_wanted:
+            slot.source.let_go()
         return None
+
+
+def _has_ended(slot: Slot | None) -> bool:
+    return slot is None or slot.parcel is None or slot.parcel.has_ended()

@@ -1,23 +1,26 @@
 """Pinned memory of the host that is used again and again."""
 
-from collections import deque
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_ckpt.core.offload.extents import Extents
+from lightning_ckpt.core.offload.lifetimes import Lifetimes
 
 _CHUNK_BYTES = 256 * 2**20
 _UNIT_BYTES = 512
 
 
 class Room:
-    """A stretch of a chunk of pinned memory."""
+    """Memory of the host, which is nobody else's as long as somebody holds this.
 
-    def __init__(self, chunk: "_Chunk", offset: int, length: int, num_bytes: int) -> None:
-        self.bytes = chunk.bytes[offset : offset + num_bytes]
-        self.num_bytes = num_bytes
-        self.stretch = (offset, length)
-        self.chunk = chunk
+    Attributes:
+        bytes: the memory as a flat tensor.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
 
 
 class _Chunk:
@@ -25,6 +28,15 @@ class _Chunk:
         self.device = device
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
         self.extents = Extents(limit=num_bytes, unit=_UNIT_BYTES)
+
+
+class _Loan(NamedTuple):
+    """What a room was made of."""
+
+    chunk: _Chunk
+    offset: int
+    length: int
+    num_bytes: int
 
 
 class PinnedPool:
@@ -41,7 +53,7 @@ class PinnedPool:
         self._max_bytes = max_bytes
         self._pin = pin
         self._chunks: list[_Chunk] = []
-        self._returned: deque[Room] = deque()  # by any thread
+        self._lent: Lifetimes[_Loan] = Lifetimes()
         self._used = 0
         self.most_used = 0
         self.pinned = 0
@@ -51,10 +63,9 @@ class PinnedPool:
 
         Two devices have no chunk in common: their streams do not wait for each other.
         """
-        while self._returned:
-            room = self._returned.popleft()
-            room.chunk.extents.give_back(*room.stretch)
-            self._used -= room.num_bytes
+        for loan in self._lent.ended():
+            loan.chunk.extents.give_back(loan.offset, loan.length)
+            self._used -= loan.num_bytes
         for chunk in (chunk for chunk in self._chunks if chunk.device == device):
             if (stretch := chunk.extents.take(num_bytes)) is not None:
                 break
@@ -66,11 +77,9 @@ class PinnedPool:
             chunk = new
         self._used += num_bytes
         self.most_used = max(self.most_used, self._used)
-        return Room(chunk, *stretch, num_bytes)
-
-    def give_back(self, room: Room) -> None:
-        """Called by any thread, at any time."""
-        self._returned.append(room)
+        room = Room(chunk.bytes[stretch[0] : stretch[0] + num_bytes])
+        self._lent.watch(room, _Loan(chunk, *stretch, num_bytes))
+        return room
 
     def _new_chunk(self, num_bytes: int, device: torch.device) -> _Chunk | None:
         least = max(_power_of_two(num_bytes), _UNIT_BYTES)

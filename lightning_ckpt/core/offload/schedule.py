@@ -28,7 +28,7 @@ from lightning_ckpt.core._torch import tensor_version
 from lightning_ckpt.core.offload.leaving import Counts, Leaving
 from lightning_ckpt.core.offload.slots import Call, Place, Slot, Wave, live
 from lightning_ckpt.core.offload.storages import StorageMap
-from lightning_ckpt.core.offload.targets import Moved, Source, Target
+from lightning_ckpt.core.offload.targets import Source, Target
 
 _MOST_ORDERS = 16  # waves of so many different lengths are remembered
 
@@ -57,9 +57,7 @@ class Scheduler:
         self._current: weakref.ref[Call] | None = None
         self._window: list[weakref.ref[Slot]] = []
         self._slots: StorageMap[weakref.ref[Slot]] = StorageMap()
-        # Backward runs in threads of its own. Reentrant, since what is let go in here may end
-        # somebody's object that calls us.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # backward runs in threads of its own
 
     def open_call(self) -> Call:
         """A block is called. What is no longer among the newest leaves.
@@ -67,13 +65,12 @@ class Scheduler:
         Raises:
             OSError: a copy failed.
         """
-        with self._lock:
+        with self.lock:
             self.look()
-            wave = self._wave
-            if wave.expected is not None or not wave.calls:
-                wave = self._wave = Wave()
-            call = wave.calls[wave.num_calls] = Call(self, wave, wave.num_calls)
-            wave.num_calls += 1
+            if self._wave.is_over():
+                self._wave = Wave()
+            call = Call(self, self._wave, self._wave.num_calls)
+            self._wave.add(call)
             self._num_opened += 1
             self._recent = [r for r in self._recent if r() is not None] + [weakref.ref(call)]
             while len(self._recent) > self._keep_last:
@@ -87,7 +84,7 @@ class Scheduler:
         Raises:
             OSError: a copy failed.
         """
-        with self._lock:
+        with self.lock:
             slot = self._slot_of(tensor)
             is_shared = slot.last_call is not None and slot.last_call() is not call
             call.add(slot)
@@ -105,7 +102,7 @@ class Scheduler:
         Raises:
             OSError: a copy failed.
         """
-        with self._lock:
+        with self.lock:
             recent = [reference() for reference in self._recent]
             for slot in live(self._shared):
                 if slot.last_call is None or slot.last_call() not in recent:
@@ -121,7 +118,7 @@ class Scheduler:
             RuntimeError: it was changed in place since.
             OSError: a copy failed.
         """
-        with self._lock:
+        with self.lock:
             self.look()
             slot = place.slot
             self._move_to(place.call)
@@ -137,8 +134,9 @@ class Scheduler:
         Raises:
             OSError: a copy failed.
         """
-        with self._lock:
+        with self.lock:
             self._leaving.look()
+            self._target.look()
 
     def settle(self) -> None:
         """Wait for all copies out.
@@ -146,18 +144,13 @@ class Scheduler:
         Raises:
             OSError: a copy failed.
         """
-        with self._lock:
+        with self.lock:
             self._leaving.settle()
-
-    def moved(self) -> tuple[Moved, Moved]:
-        """What the target copied out, and in, so far."""
-        with self._lock:
-            return self._target.moved()
 
     def away_bytes(self) -> int:
         """How much of this wave is at the target only."""
-        with self._lock:
-            slots = {s: None for call in self._wave.calls.values() for s in call.live_slots()}
+        with self.lock:
+            slots = {s: None for call in self._wave.live_calls() for s in call.live_slots()}
             return sum(slot.source.num_bytes for slot in slots if slot.is_away())
 
     def _begin(self, phase: str) -> None:
@@ -192,7 +185,7 @@ class Scheduler:
             self.counts.no_room_bytes += source.num_bytes
             return
         self.counts.out_bytes += source.num_bytes
-        self._leaving.add(slot.parcel, slot, self._num_opened)
+        self._leaving.add(slot, self._num_opened)
 
     # --- in
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lightning_ckpt.core.offload.lifetimes import Lifetimes
 from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source
 
 if TYPE_CHECKING:
@@ -40,12 +41,6 @@ class Slot:
         if self.is_out:
             self.source.let_go()
 
-    def __del__(self) -> None:
-        if self.arrival is not None:
-            self.arrival.abandon()
-        if self.parcel is not None:
-            self.parcel.discard()
-
 
 class Call:
     """One call of a block."""
@@ -78,16 +73,40 @@ class Wave:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self.calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
         self.order: list[int] = []  # as it was this time
         self.expected: list[int] | None = None  # None: no backward yet
+        self._calls: dict[int, weakref.ref[Call]] = {}  # those that live
+        self._lifetimes: Lifetimes[int] = Lifetimes()
+
+    def add(self, call: Call) -> None:
+        """The next call."""
+        self._forget_the_dead()
+        self._lifetimes.watch(call, call.position)
+        self._calls[call.position] = weakref.ref(call)
+        self.num_calls += 1
+
+    def live_calls(self) -> list[Call]:
+        self._forget_the_dead()
+        return [call for reference in self._calls.values() if (call := reference()) is not None]
+
+    def is_over(self) -> bool:
+        """Whether the next call begins another wave: backward began, or all graphs were dropped."""
+        return self.expected is not None or not any(map(self._call_at, self._calls))
 
     def after(self, call: Call, number: int) -> list[Call]:
         """The `number` live calls that are expected to be asked for after `call`."""
         assert self.expected is not None
         start = self.expected.index(call.position) + 1
-        calls = (self.calls.get(position) for position in islice(self.expected, start, None))
+        calls = map(self._call_at, islice(self.expected, start, None))
         return list(islice((call for call in calls if call is not None), number))
+
+    def _call_at(self, position: int) -> Call | None:
+        reference = self._calls.get(position)
+        return None if reference is None else reference()
+
+    def _forget_the_dead(self) -> None:
+        for position in self._lifetimes.ended():
+            self._calls.pop(position, None)
 
 
 class Place(NamedTuple):

@@ -41,7 +41,7 @@ class StagedTarget(Target):
 
     def __init__(self, disk: DiskTarget, pool: PinnedPool) -> None:
         self._disk = disk
-        self._stage = _Stage(disk, pool)
+        self._stage = _Stage(pool)
         self._streams = Streams()
 
     def send(self, source: Source) -> Parcel:
@@ -72,36 +72,24 @@ class StagedTarget(Target):
         return self._disk.taken_bytes
 
 
-class _Buffer:
-    """Host memory for one copy; its room is free again when nobody holds it."""
-
-    def __init__(self, pool: PinnedPool, room: Room | None, num_bytes: int) -> None:
-        self._pool = pool
-        self._room = room
-        self.bytes = plain_memory(num_bytes) if room is None else room.bytes
-
-    def __del__(self) -> None:
-        if self._room is not None:
-            self._pool.give_back(self._room)
-
-
 class _Stage:
     """The buffers, and what goes on with them. Used under the scheduler's lock."""
 
-    def __init__(self, disk: DiskTarget, pool: PinnedPool) -> None:
-        self._worker = disk.worker
+    def __init__(self, pool: PinnedPool) -> None:
         self._pool = pool
-        self._copies: list[tuple[torch.Event, _Buffer]] = []  # of devices
+        self._copies: list[tuple[torch.Event, Room]] = []  # of devices
         self._writes: deque[tuple[Job, weakref.ref[Parcel]]] = deque()
 
-    def take(self, num_bytes: int, device: torch.device) -> _Buffer:
+    def take(self, num_bytes: int, device: torch.device) -> Room:
         while True:
             self._copies = [copy for copy in self._copies if not copy[0].query()]
             room = self._pool.take(num_bytes, device)
-            if room is not None or not (self._wait_for_write() or self._wait_for_copy()):
-                return _Buffer(self._pool, room, num_bytes)
+            if room is not None:
+                return room
+            if not (self._wait_for_write() or self._wait_for_copy()):
+                return Room(plain_memory(num_bytes))
 
-    def hold(self, buffer: _Buffer, copied: torch.Event) -> None:
+    def hold(self, buffer: Room, copied: torch.Event) -> None:
         """Keep `buffer` until the device has come to `copied`."""
         self._copies.append((copied, buffer))
 
@@ -128,7 +116,7 @@ class _Stage:
         job = next((job for job, _ in self._writes if not job.has_ended()), None)
         if job is not None:
             with suppress(OSError):
-                job.wait(self._worker)
+                job.wait()
         return job is not None
 
     def _wait_for_copy(self) -> bool:
@@ -160,15 +148,12 @@ class _StagedParcel(Parcel):
         read = self._write.read_into(buffer.bytes, owner=buffer)
         return _StagedArrival(self._stage, read, buffer, self._device)
 
-    def discard(self) -> None:
-        self._write.discard()
-
 
 class _StagedArrival(Arrival):
     """Note: [Stage]."""
 
     def __init__(
-        self, stage: _Stage, read: DiskArrival, buffer: _Buffer, device: torch.device
+        self, stage: _Stage, read: DiskArrival, buffer: Room, device: torch.device
     ) -> None:
         self._stage = stage
         self._read = read
@@ -183,9 +168,6 @@ class _StagedArrival(Arrival):
         copied = torch.accelerator.current_stream(self._device).record_event()
         self._stage.hold(self._buffer, copied)
         return into.untyped_storage()
-
-    def abandon(self) -> None:
-        self._read.abandon()
 
 
 def is_of_the_host(device: torch.device) -> bool:

@@ -47,13 +47,13 @@ class Arrival(ABC):
     def wait(self) -> torch.UntypedStorage:
         """The bytes, ready for the stream that is current now."""
 
-    @abstractmethod
     def abandon(self) -> None:
-        """Nobody will wait. May be called by any thread, at any time, after `wait` too."""
+        """Nobody will wait, and memory of the device may be free earlier than without this call."""
+        return  # most hold none
 
 
 class Parcel(ABC):
-    """The copy of one storage at the target."""
+    """The copy of one storage at the target, until it is dropped."""
 
     @abstractmethod
     def has_ended(self) -> bool:
@@ -70,11 +70,6 @@ class Parcel(ABC):
     @abstractmethod
     def fetch(self) -> Arrival:
         """Start a copy in, after the copy out."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Nobody needs it any more. May be called by any thread, at any time (by the garbage
-        collector), so it takes no lock and raises nothing."""
 
 
 class Moved(NamedTuple):
@@ -94,18 +89,18 @@ class Timer:
     """Adds up copies in one direction."""
 
     def __init__(self) -> None:
-        self._new: deque[Moved] = deque()
+        self._new: deque[tuple[int, float]] = deque()
         self._sum = Moved()
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """A copy has ended. May be called by any thread, and after a fork: it takes no lock."""
-        self._new.append(Moved(num_bytes, seconds))
+        self._new.append((num_bytes, seconds))
 
     def moved(self) -> Moved:
         """To be called under the scheduler's lock, now and then, so that nothing grows."""
         while self._new:
-            new = self._new.popleft()
-            self._sum = Moved(self._sum.num_bytes + new.num_bytes, self._sum.seconds + new.seconds)
+            num_bytes, seconds = self._new.popleft()
+            self._sum = Moved(self._sum.num_bytes + num_bytes, self._sum.seconds + seconds)
         return self._sum
 
 
@@ -132,6 +127,10 @@ class Target(ABC):
     @abstractmethod
     def taken_bytes(self) -> int:
         """The most bytes that the place took for them, unused ones included."""
+
+    def look(self) -> None:
+        """Let go of memory of the device that nobody needs any more. Called often."""
+        return  # most hold none
 
     def seconds_waited(self) -> float:
         """Time that the device waited for copies, as far as it is known by now."""

@@ -5,86 +5,80 @@ begun with does it itself, so nobody waits for a thread that hangs behind others
 fork has left behind.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-
-_LOOK_SECONDS = 1.0  # how often someone who waits looks whether the thread is still there
+from typing import Any
 
 
 class Job:
-    """Something to do, once, by whoever comes first."""
+    """Something to do, once, by whoever comes first. If that is interrupted (Ctrl-C), the next one
+    who comes does it from its beginning."""
 
     def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
-        self._ticket = [True]  # taken by `pop`, which no two threads can do
-        self._ended = threading.Event()
-        self.error: BaseException | None = None
-
-    def _claim(self) -> bool:
-        try:
-            return self._ticket.pop()
-        except IndexError:
-            return False
+        self._action = action
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._is_done = False
+        self.error: Exception | None = None
 
     def run(self) -> None:
-        """Do it, unless somebody does or did."""
-        if not self._claim():
-            return
-        assert self._action is not None
-        try:
-            self._action()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._action = None  # and what it holds: a source, or a buffer
-            self._ended.set()
+        """Do it, unless somebody did; wait for whoever does.
 
-    def cancel(self) -> bool:
-        """Do not do it, unless somebody began; whether that was in time."""
-        is_in_time = self._claim()
-        if is_in_time:
-            self._action = None
-            self._ended.set()
-        return is_in_time
+        Raises:
+            RuntimeError: this process was forked while the other one did it.
+        """
+        if self._process != os.getpid() and self._lock.locked():
+            raise RuntimeError("the thread that copies offloaded tensors has ended in a copy: fork")
+        with self._lock:
+            if self._is_done:
+                return
+            try:
+                self._action()
+            except Exception as error:
+                self.error = error
+            self._is_done = True
 
     def has_ended(self) -> bool:
-        return self._ended.is_set()
+        return self._is_done
 
-    def wait(self, worker: "Worker") -> None:
+    def wait(self) -> None:
         """Do it here, or wait for whoever does, and raise what went wrong."""
         self.run()
-        while not self._ended.wait(_LOOK_SECONDS):
-            if not worker.is_alive():
-                raise RuntimeError("the thread that copies offloaded tensors has ended in a copy")
         if self.error is not None:
             raise self.error
 
 
 class Worker:
-    """A thread that does jobs, until its owner is gone."""
+    """A thread that does jobs, until its owner is gone.
 
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+    Args:
+        at_end: what the thread does then.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Not at exit: the thread must not keep the process from ending, and a file that is closed
-        # under it could be another one by then.
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._at_end = at_end
 
     def add(self, job: Job) -> None:
-        if not self.is_alive():
+        if self._thread is None or not self._thread.is_alive():
+            # Who is told when this is gone is the thread (Note: [Interrupts]).
+            end = weakref.ref(self, self._jobs.put)
             self._thread = threading.Thread(
-                target=_work, args=(self._jobs,), name="lightning_ckpt offload", daemon=True
+                target=_work,
+                args=(self._jobs, end, self._at_end),
+                name="lightning_ckpt offload",
+                daemon=True,  # it must not keep the process from ending
             )
             self._thread.start()
         self._jobs.put(job)
 
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
-
-def _work(jobs: "SimpleQueue[Job | None]") -> None:
-    while (job := jobs.get()) is not None:
+def _work(jobs: "SimpleQueue[Any]", end: object, at_end: Callable[[], None]) -> None:
+    while (job := jobs.get()) is not end:
         job.run()
         del job  # or it would stay here until the next one comes
+    at_end()
