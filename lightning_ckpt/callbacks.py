@@ -40,8 +40,7 @@ class PartialCheckpoint(Callback):
         verify: on the first batch of fit, run one step plain and one checkpointed and end the
             training if they differ (`lightning_ckpt.verify` says what it compares and costs).
             What two plain steps do not have alike either is a warning. With `budget` or `plan`
-            every block is computed again in it. Stand before a
-            `PeakMemoryMonitor` in the list, or its first epoch counts these steps in.
+            every block is computed again in it.
         budget: in place of `every_n`, what the peak of a step may take: bytes (`"14GiB"`, an int),
             a share of the device's memory (`0.9`), or `"auto"` (what is free when fit starts, less
             a margin). The first step recomputes every block and is measured; from the second on

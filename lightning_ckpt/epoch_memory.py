@@ -38,6 +38,7 @@ class MeasuredEpoch:
         self._first_steps = first_steps if on_cpu else None
         self.number = trainer.current_epoch
         self.is_measured = is_measured
+        self.is_in_step = False
         self.follows = False  # the step that runs
         self.seconds: list[float] = []
         self.offloaded = 0
@@ -49,6 +50,7 @@ class MeasuredEpoch:
 
     def begin_step(self, trainer: "pl.Trainer", module: nn.Module) -> bool:
         """Whether the step that begins is followed."""
+        self.is_in_step = True
         self._moved_before = self._moved(module)
         updates = trainer.global_step - self._updates_before
         self.follows = self.is_measured and (
@@ -61,7 +63,7 @@ class MeasuredEpoch:
 
     def end_step(self, module: nn.Module) -> None:
         """The step is over."""
-        self.follows = False
+        self.is_in_step = self.follows = False
         self.seconds.append(time.perf_counter() - self._start)
         if self._handles is None:  # by now every callback has made its plan
             self._handles = handles_in_force(module)

@@ -1,5 +1,7 @@
 """`PeakMemoryMonitor`: each epoch's peak memory and what it was made of, as logged metrics."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -114,10 +116,22 @@ class PeakMemoryMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._epoch.begin_step(trainer, pl_module):
-            model = epochs.model_of(trainer, pl_module)
-            self._steps.do(lambda source: self._one_step.begin(trainer, model, source))
-            self._steps.do(lambda source: source.begin(model, trainer.optimizers, batch))
+        self._begin_step(trainer, pl_module, batch)
+
+    @contextmanager
+    def looking_away(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any
+    ) -> Iterator[None]:
+        """Leave out what runs in here, between two steps or at the beginning of one (see
+        `extra_steps.py`)."""
+        has_begun = self._epoch.is_in_step
+        self._steps.do(lambda source: source.abandon())
+        self._one_step.abandon()
+        self._host.do(lambda host: host.pause())
+        yield
+        self._host.do(lambda host: host.resume())
+        if has_begun:
+            self._begin_step(trainer, pl_module, batch)
 
     @override
     def on_before_backward(
@@ -213,9 +227,10 @@ class PeakMemoryMonitor(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.settings.table and self._rows:
-            rank_zero_only(print_epochs)(self._rows)
-        self._one_step.show(trainer, self._rows)
+        if self._is_first_of_its_kind(trainer):
+            if self.settings.table and self._rows:
+                rank_zero_only(print_epochs)(self._rows)
+            self._one_step.show(trainer, self._rows)
         self._stop()
 
     @override
@@ -239,10 +254,21 @@ class PeakMemoryMonitor(L.Callback):
         self._host.do(lambda host: host.reset_peak())
         self._host.do(lambda host: host.resume())
 
+    def _begin_step(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> None:
+        if self._epoch.begin_step(trainer, pl_module):
+            model = epochs.model_of(trainer, pl_module)
+            self._steps.do(lambda source: self._one_step.begin(trainer, model, source))
+            self._steps.do(lambda source: source.begin(model, trainer.optimizers, batch))
+
     def _measures_validation(self, trainer: L.Trainer, batch_idx: int = 0) -> bool:
         # Before training, in the sanity check, there is no epoch yet.
         is_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         return is_fit and self._epoch.measures_validation(batch_idx)
+
+    def _is_first_of_its_kind(self, trainer: L.Trainer) -> bool:
+        """A second monitor with the same settings has the same to show."""
+        others = (c for c in trainer.callbacks if isinstance(c, PeakMemoryMonitor))  # type: ignore[attr-defined]
+        return next(c for c in others if c.settings == self.settings) is self
 
     def _name_source(self) -> None:
         only_host = "resident set" if self._host else "none"

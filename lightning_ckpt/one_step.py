@@ -19,7 +19,7 @@ from lightning_ckpt.core.timeline import Kind, Timeline, TimelineRecorder
 from lightning_ckpt.guarded import Guarded, reason_of
 from lightning_ckpt.images import send_picture
 from lightning_ckpt.plot import save_picture
-from lightning_ckpt.summary import print_held
+from lightning_ckpt.summary import print_held, print_picture
 
 
 class OneStep:
@@ -84,6 +84,12 @@ class OneStep:
         has_states = any(optimizer.state for optimizer in trainer.optimizers)
         self._is_done = has_updated and (self._had_states or not has_states)
 
+    def abandon(self) -> None:
+        """Forget the step that has begun, if one has."""
+        self._recorder.stop()
+        if self._snapshot is True:
+            self._history.do(lambda history: history.pause())
+
     def out_of_memory(
         self, trainer: "pl.Trainer", model: nn.Module, source: StepSource, error: BaseException
     ) -> None:
@@ -100,6 +106,7 @@ class OneStep:
         path = self.directory / "memory.png"
         try:
             save_picture(path, rows, self.timeline)
+            print_picture(path)
             for logger in trainer.loggers:
                 send_picture(logger, "memory", path, trainer.global_step)
         except Exception as error:  # a picture must not end a run

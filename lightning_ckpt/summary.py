@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -263,6 +264,12 @@ def print_held(held: Mapping[str, int], rank: int, console: Console | None = Non
     table.add_section()
     table.add_row("all", f"{sum(held.values()) / 2**20:,.1f}")
     (console or Console()).print(table)
+
+
+def print_picture(path: Path, console: Console | None = None) -> None:
+    """Print where a picture lies, on one line however long it is."""
+    console = console or Console()
+    console.print(f"picture: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 # Title, key of a row, format.

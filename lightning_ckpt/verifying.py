@@ -16,6 +16,7 @@ from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.report import Report
 from lightning_ckpt.core.step import Loss
 from lightning_ckpt.core.verify import verify as verify_step
+from lightning_ckpt.extra_steps import extra_steps
 from lightning_ckpt.fitting import FitPlan
 from lightning_ckpt.ranks import from_all_ranks
 from lightning_ckpt.summary import origin, print_report
@@ -131,18 +132,19 @@ def verify_in_fit(plan: FitPlan, module: "pl.LightningModule", batch: Any, batch
     """
     trainer = module.trainer
     plan.take_back()
-    try:
-        report = verify(
-            module,
-            batch,
-            every_n=plan.every_n,
-            offload=plan.offload,
-            layers=plan.layers,
-            loss=training_step_loss(module, batch_idx),
-            show=trainer.is_global_zero,
-        )
-    finally:
-        plan.apply(module)
+    with extra_steps(trainer, module, batch):
+        try:
+            report = verify(
+                module,
+                batch,
+                every_n=plan.every_n,
+                offload=plan.offload,
+                layers=plan.layers,
+                loss=training_step_loss(module, batch_idx),
+                show=trainer.is_global_zero,
+            )
+        finally:
+            plan.apply(module)
     ours = [d for d in report.differences if not d.in_plain_too]
     if not report.ok and not ours:
         rank_zero_warn(

@@ -95,7 +95,7 @@ class Handle:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that were moved out to the offload target since the plan was put in force."""
-        return 0 if self.offloader is None else self.offloader.report().out_bytes
+        return 0 if self.offloader is None else self.offloader.out_bytes
 
     def __enter__(self) -> "Handle":
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def fit_rows(
     callbacks = [peak or PeakMemoryMonitor(), *settings.pop("callbacks", []), recorder]
     trainer(path, *callbacks, **settings).fit(model)
     return recorder.rows
+
+
+def touch(num_mib: int) -> None:
+    """Hold pages of the system for a moment."""
+    with mmap.mmap(-1, max(num_mib, 1) * 2**20) as pages:
+        for start in range(0, len(pages), 4096):
+            pages[start] = 1
 
 
 class Device:

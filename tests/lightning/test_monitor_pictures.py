@@ -75,6 +75,20 @@ def test_table_comes_at_the_end_of_fit_and_can_be_left_out(
     assert "Peak MiB" not in capsys.readouterr().out
 
 
+def test_two_monitors_of_one_kind_show_one_table_and_one_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, PeakMemoryMonitor(plot=True), PeakMemoryMonitor(plot=True)).fit(Net())
+    out = capsys.readouterr().out
+    assert out.count("Peak MiB") == 1
+    assert out.endswith(f"picture: {tmp_path / 'memory.png'}\n")
+    assert out.count("picture:") == 1
+    trainer(tmp_path, PeakMemoryMonitor(), PeakMemoryMonitor(every_n_epochs=2)).fit(Net())
+    out = capsys.readouterr().out
+    assert out.count("Peak MiB") == 2  # of other epochs
+    assert "picture:" not in out
+
+
 # --- the picture
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,13 +15,25 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy
-from monitor_helpers import KIB, ROW, Device, Net, Recorder, fit, fit_rows, num_modes, trainer
+from monitor_helpers import (
+    KIB,
+    ROW,
+    Device,
+    Net,
+    Recorder,
+    fit,
+    fit_rows,
+    num_modes,
+    touch,
+    trainer,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import OffloadConfig, PartialCheckpoint, PeakMemoryMonitor, monitor
 from lightning_ckpt.core.breakdown import KINDS
 from lightning_ckpt.core.device_steps import DeviceSteps
+from lightning_ckpt.core.offload import Offloader
 from lightning_ckpt.monitor import KEY
 
 PARTS = (*KINDS, "activations", "other")
@@ -112,11 +123,17 @@ def test_what_every_n_bought_is_seen(tmp_path: Path) -> None:
     assert peak.summary()[-1]["plan"] == "4 of 8 blocks recomputed"
 
 
-def test_offloaded_bytes_are_those_of_one_step(tmp_path: Path) -> None:
+def test_offloaded_bytes_are_those_of_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Any] = []
+    make = Offloader.report
+    monkeypatch.setattr(Offloader, "report", lambda self: reports.append(make(self)) or reports[-1])
     offload = OffloadConfig("disk", min_bytes=0, keep_last=0, directory=str(tmp_path))
     plan = PartialCheckpoint(offload=offload, layers="blocks.*")
     rows = fit_rows(tmp_path, Blocks(), callbacks=[plan], limit_val_batches=0)
     assert [row["offloaded"] for row in rows] == [8 * 64] * 2  # each block's input: 64 rows
+    assert len(reports) == 1  # what is printed of the first step; the monitor asks for none
 
 
 # --- ways to run
@@ -184,12 +201,6 @@ def test_host_memory_of_validation_is_left_out(tmp_path: Path) -> None:
     before = peak_mib()
     assert peak_mib(in_validation=200) - before < 100
     assert peak_mib(in_training=200) - before > 100
-
-
-def touch(num_mib: int) -> None:
-    with mmap.mmap(-1, max(num_mib, 1) * 2**20) as pages:
-        for start in range(0, len(pages), 4096):
-            pages[start] = 1
 
 
 def test_sanity_check_logs_nothing_and_validate_neither(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +16,15 @@ from helpers import DIM, MlpBlock, Stack, assert_same, batch, seed_all
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from monitor_helpers import Device, touch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lightning_ckpt.verifying as verifying
 from lightning_ckpt import PartialCheckpoint, PeakMemoryMonitor, verify
+from lightning_ckpt import monitor as monitor_module
+from lightning_ckpt.core.device_steps import DeviceSteps
 from lightning_ckpt.core.swap import is_swapped
 
 pytestmark = [
@@ -183,14 +188,100 @@ def test_training_goes_on_as_without(
     assert sum(num_checks[0].recomputes.values()) == (3 if every_n == 1 else 2)
 
 
-def test_peaks_are_those_of_the_training() -> None:
-    """In the order that the docstring asks for."""
-    peaks = []
-    for check in (True, False):
+def test_the_monitor_looks_away_in_either_order(tmp_path: Path) -> None:
+    """Its figures, and the picture's step, are those of a training without `verify`."""
+    rows, shapes = [], []
+    for order in ("without", "monitor last", "monitor first"):
         seed_all(0)
-        trainer = fit(Lit(), PartialCheckpoint(verify=check), PeakMemoryMonitor(), max_epochs=1)
-        peaks.append(float(trainer.callback_metrics["memory/peak_allocated_MiB"]))
-    assert peaks[0] == peaks[1] > 0
+        monitor = PeakMemoryMonitor(plot=True)
+        callbacks = [PartialCheckpoint(verify=order != "without"), monitor]
+        if order == "monitor first":
+            callbacks.reverse()
+        fit(Lit(), *callbacks, max_epochs=1, default_root_dir=tmp_path)
+        (row,) = monitor.summary()
+        assert row.pop("peak_host_MiB") > 0
+        assert row.pop("step_s") > 0
+        rows.append(row)
+        timeline = monitor._one_step.timeline
+        assert timeline is not None
+        shapes.append([(span.kind, span.block) for span in timeline.blocks])
+    assert rows[0]["peak_allocated_MiB"] > 0
+    assert rows[0] == rows[1] == rows[2]
+    assert len(shapes[0]) == 9  # three blocks: forward, recompute, backward
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+class Checked(Lit):
+    """Knows when its step is only checked."""
+
+    @property
+    def is_check(self) -> bool:
+        return "log" in vars(self)  # `verify` silences it
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_picture_of_a_first_step_has_no_check_in_it(is_first: bool, tmp_path: Path) -> None:
+    hooks: list[tuple[bool, int]] = []
+
+    class Hooked(Checked):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            hooks.append((self.is_check, len(self.net.layers[0]._forward_hooks)))
+            return super().training_step(batch, batch_idx)
+
+    monitor = PeakMemoryMonitor(plot=True)
+    callbacks = [PartialCheckpoint(verify=True), monitor][:: -1 if is_first else 1]
+    fit(Hooked(), *callbacks, max_steps=1, default_root_dir=tmp_path)
+    timeline = monitor._one_step.timeline
+    assert timeline is not None
+    kinds = [span.kind for span in timeline.blocks]
+    assert kinds.count("forward") == kinds.count("recompute") == 3
+    assert [span.kind for span in timeline.phases] == ["forward", "backward", "optimizer"]
+    assert set(hooks) == {(True, 0), (False, 1)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_host_memory_of_the_check_is_left_out() -> None:
+    class Touches(Checked):
+        mib = 0
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            touch(self.mib if self.is_check else 0)
+            return super().training_step(batch, batch_idx)
+
+    def peak_mib(mib: int) -> float:
+        model, monitor = Touches(), PeakMemoryMonitor()
+        model.mib = mib
+        fit(model, monitor, PartialCheckpoint(verify=True), max_epochs=1)
+        return monitor.summary()[0]["peak_host_MiB"]  # type: ignore[no-any-return]
+
+    before = peak_mib(0)
+    assert peak_mib(200) - before < 100
+
+
+def test_device_counters_are_those_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check resets the device's counter, and its peak is none of the step's."""
+    device = Device()
+
+    class OnDevice(Checked):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            device.set(900 if self.is_check else 300)
+            device.set(100)
+            return super().training_step(batch, batch_idx)
+
+    def source(*_: Any) -> DeviceSteps:
+        return DeviceSteps(torch.device("cuda"), device)
+
+    def resets(*args: Any, **kwargs: Any) -> Any:
+        device.reset_peak_memory_stats(None)
+        return plain(*args, **kwargs)
+
+    plain = verifying.verify_step
+    monkeypatch.setattr(verifying, "verify_step", resets)
+    monkeypatch.setattr(monitor_module, "step_source", source)
+    monitor = PeakMemoryMonitor()
+    fit(OnDevice(), monitor, PartialCheckpoint(verify=True), max_epochs=1)
+    (row,) = monitor.summary()
+    assert row["peak_allocated_MiB"] * 1024 == 300
 
 
 def test_in_each_fit(num_checks: list[Any]) -> None:

@@ -96,6 +96,12 @@ class Offloader:
         with self._scheduler.lock:
             self._target.look()
 
+    @property
+    def out_bytes(self) -> int:
+        """Bytes copied to the target so far: no more than a look, unlike `report`, which may ask
+        the device."""
+        return self._scheduler.counts.out_bytes
+
     def report(self) -> OffloadReport:
         """What was done so far."""
         with self._scheduler.lock:
