@@ -255,6 +255,13 @@ MUTATIONS = [
         (VERIFY,),
     ),
     Mutation(
+        "verify leaves no casts",
+        f"{CORE}/step.py",
+        "allow_unused=True)\n        torch.clear_autocast_cache()\n",
+        "allow_unused=True)\n",
+        (VERIFY,),
+    ),
+    Mutation(
         "snapshots look into objects",
         f"{CORE}/snapshot.py",
         "own = list(vars(value).items())",

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,12 @@ from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
 from lightning_ckpt.core.saving import Contexts, Saving, contexts
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
-from lightning_ckpt.core.watchers import watched
+from lightning_ckpt.core.watchers import Phase, Watch, Watched, watches
+from lightning_ckpt.core.watchers import watching as watching
 
 Forward = Callable[..., Any]
-Phase = Literal["forward", "recompute"]
-Watch = Callable[[Phase], AbstractContextManager[Any]]
-Watcher = Callable[[nn.Module], Watch | None]
 
 _depth = threading.local()  # backward runs in threads of its own
-_watcher: Watcher | None = None  # not of one thread, for the same reason
 
 
 def is_recomputing() -> bool:
@@ -56,19 +53,6 @@ def is_recomputing() -> bool:
     if torch.compiler.is_compiling():
         return False
     return getattr(_depth, "value", 0) > 0
-
-
-@contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """While this lasts, ask `watcher(block)` at each call of a checkpointed block for a watch. It
-    makes a context for each computation of the call: `watch("forward")`, `watch("recompute")`.
-    """
-    global _watcher
-    before, _watcher = _watcher, watcher
-    try:
-        yield
-    finally:
-        _watcher = before
 
 
 class Options(NamedTuple):
@@ -241,7 +225,7 @@ class _Region:
         self._before: Before | None = before  # until the forward has ended
         self._replay: Replay | None = None
         self._saved: Contexts | None = contexts(saving) if saving else None
-        self._watch: Watch | None = _watcher(module) if _watcher else None
+        self._watches: list[Watch] = watches(module)
         self._is_checked = False
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -255,7 +239,7 @@ class _Region:
         args, kwargs = self._build(tensors)
         # In a variable of its own: it dies with this frame, so it sees when all others have died.
         watch = self._watched("recompute")
-        with _recomputing(self._module), replayed(replay, self._modules), self._taking(), watch:
+        with _recomputing(), replayed(replay, self._modules), self._taking(), watch:
             self._surroundings.run(self._forward, self._module, *args, **kwargs)
 
     def check(self, grad: Tensor) -> None:
@@ -284,14 +268,13 @@ class _Region:
         return taking
 
     def _watched(self, phase: Phase) -> AbstractContextManager[Any]:
-        return nullcontext() if self._watch is None else self._watch(phase)
+        return Watched(self._watches, phase) if self._watches else nullcontext()
 
 
 @contextmanager
-def _recomputing(module: nn.Module) -> Iterator[None]:
+def _recomputing() -> Iterator[None]:
     _depth.value = getattr(_depth, "value", 0) + 1
     try:
-        with watched(module):
-            yield
+        yield
     finally:
         _depth.value -= 1

@@ -5,8 +5,8 @@ recorder = TimelineRecorder(model, blocks)
 timeline = recorder.finish(source.events)
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import time_ns
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ckpt.core.breakdown import Event
-from lightning_ckpt.core.watchers import watch_recomputes
+from lightning_ckpt.core.watchers import Phase, Watch, watching
 
 Kind = Literal["forward", "recompute", "backward", "optimizer"]
 
@@ -77,7 +77,7 @@ class TimelineRecorder:
         self._undo = ExitStack()
         for number, (_, module) in enumerate(blocks):
             self._hook(number, module)
-        self._undo.enter_context(watch_recomputes(self._recompute))
+        self._undo.enter_context(watching(self._watch))
 
     def start_phase(self, kind: Kind | None) -> None:
         """A phase of the step begins, and the one before ends; None: it only ends."""
@@ -134,13 +134,19 @@ class TimelineRecorder:
             self._close("backward", self._backward, now)
             self._backward = None
 
-    def _recompute(self, module: nn.Module, begins: bool) -> None:
+    def _watch(self, module: nn.Module) -> Watch | None:
         number = self._numbers.get(id(module))
-        if number is None:
+        return None if number is None else partial(self._computing, number)
+
+    @contextmanager
+    def _computing(self, number: int, phase: Phase) -> Iterator[None]:
+        if phase == "forward":  # its hooks see that of a kept block too
+            yield
             return
-        if begins:
-            self._open["recompute", number] = self._now()
-        else:
+        self._open["recompute", number] = self._now()
+        try:
+            yield
+        finally:
             self._close("recompute", number)
 
     def _close(self, kind: Kind, number: int, now: float | None = None) -> None:

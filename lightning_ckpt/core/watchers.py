@@ -1,20 +1,26 @@
-"""Who wants to know when a block is computed again."""
+"""Who wants to know when a checkpointed block is computed, and computed again."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
 
 from torch import nn
 
-Watcher = Callable[[nn.Module, bool], None]
+Phase = Literal["forward", "recompute"]
+Watch = Callable[[Phase], AbstractContextManager[Any]]
+Watcher = Callable[[nn.Module], Watch | None]
 
-_watchers: list[Watcher] = []
+_watchers: list[Watcher] = []  # not of one thread: backward runs in threads of its own
 
 
 @contextmanager
-def watch_recomputes(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher(block, True)` when the recompute of a block begins, and `watcher(block, False)`
-    when it ends, also where torch ends it by an exception. The watcher must not raise."""
+def watching(watcher: Watcher) -> Iterator[None]:
+    """While this lasts, ask `watcher(block)` at each call of a checkpointed block for a watch. It
+    makes a context for each computation of the call: `watch("forward")`, `watch("recompute")`,
+    which torch may end by an exception. Neither may raise.
+    """
     _watchers.append(watcher)
     try:
         yield
@@ -24,24 +30,35 @@ def watch_recomputes(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def counted_recomputes() -> Iterator[Counter[nn.Module]]:
-    """Count how often each block is computed again, in every thread (compiled code is not seen)."""
+    """Count how often each block that is called in here is computed again, in every thread
+    (compiled code is not seen)."""
     counts: Counter[nn.Module] = Counter()
 
-    def count(block: nn.Module, begins: bool) -> None:
-        counts[block] += begins
+    @contextmanager
+    def count(block: nn.Module, phase: Phase) -> Iterator[None]:
+        counts[block] += phase == "recompute"
+        yield
 
-    with watch_recomputes(count):
+    with watching(lambda block: partial(count, block)):
         yield counts
 
 
-@contextmanager
-def watched(block: nn.Module) -> Iterator[None]:
-    """Tell the watchers of the recompute of `block` that runs in here."""
-    watchers = list(_watchers)
-    for watcher in watchers:
-        watcher(block, True)
-    try:
-        yield
-    finally:
-        for watcher in watchers:
-            watcher(block, False)
+def watches(block: nn.Module) -> list[Watch]:
+    """What watches the call of `block` that begins."""
+    return [watch for watcher in _watchers if (watch := watcher(block)) is not None]
+
+
+class Watched:
+    """A context in which `watches` see one computation. It keeps theirs as long as it lives itself,
+    for one that wants to know when all in the computation has died, too."""
+
+    def __init__(self, watches: list[Watch], phase: Phase) -> None:
+        self._contexts = [watch(phase) for watch in watches]
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)

@@ -328,10 +328,10 @@ def test_measuring_changes_nothing() -> None:
     measured(model, batch, step_of(model))
     for ours, theirs in zip((p.grad for p in model.parameters()), plain, strict=True):
         assert torch.equal(ours, theirs)  # type: ignore[arg-type]
-    from lightning_ckpt.core import mode_stack, recompute
+    from lightning_ckpt.core import mode_stack, watchers
 
     assert mode_stack._entered == []
-    assert recompute._watcher is None
+    assert watchers._watchers == []
 
 
 def test_optimizer_states_and_old_gradients_are_part_of_the_steady_step() -> None:

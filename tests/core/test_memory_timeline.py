@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 from lightning_ckpt import apply_partial_checkpoint, find_blocks
 from lightning_ckpt.core.steps import LiveSteps
 from lightning_ckpt.core.timeline import Span, Timeline, TimelineRecorder
-from lightning_ckpt.core.watchers import watch_recomputes
+from lightning_ckpt.core.watchers import Phase, watching
 
 
 class Block(nn.Module):
@@ -111,16 +115,32 @@ def test_gradients_are_those_of_a_step_without() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_recomputes_are_told_and_end_with_torchs_early_stop() -> None:
+def test_computations_are_watched_and_end_with_torchs_early_stop() -> None:
+    """By all who watch when the block is called; what is called later, by those alone who stay."""
     model = Stack()
-    told: list[tuple[int, bool]] = []
+    told: list[tuple[str, int, str]] = []
     numbers = {id(block): number for number, block in enumerate(model.blocks)}
+
+    def watcher(name: str) -> Any:
+        @contextmanager
+        def watch(block: nn.Module, phase: Phase) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                told.append((name, numbers[id(block)], phase))
+
+        return lambda block: partial(watch, block)
+
     with apply_partial_checkpoint(model, every_n=2, layers="blocks.*"):
-        loss = model(torch.ones(8, 64)).sum()
-        with watch_recomputes(lambda block, begins: told.append((numbers[id(block)], begins))):
-            loss.backward(retain_graph=True)
-        loss.backward()  # nobody watches
-    assert told == [(2, True), (2, False), (0, True), (0, False)]
+        with watching(watcher("a")), watching(watcher("b")), watching(lambda block: None):
+            loss = model(torch.ones(8, 64)).sum()
+        assert told == [(name, n, "forward") for n in (0, 2) for name in "ba"]
+        told.clear()
+        loss.backward(retain_graph=True)
+        assert told == [(name, n, "recompute") for n in (2, 0) for name in "ba"]
+        told.clear()
+        model(torch.ones(8, 64)).sum().backward()  # nobody watches
+    assert told == []
 
 
 def test_eval_and_no_grad_make_no_hook_on_outputs() -> None:

@@ -388,6 +388,31 @@ def test_under_autocast() -> None:
     assert report.ok, report.differences
 
 
+def test_casts_of_weights_do_not_outlive_it() -> None:
+    """Inside an autocast, which keeps them: neither those of before come in, nor do ours go on."""
+    model, x = Stack().eval(), batch(0)  # no dropout
+
+    with torch.no_grad():
+        weights = [p.clone() for p in model.parameters()]
+
+    def loss(factor: int) -> Tensor:
+        with torch.no_grad():
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(factor * weight)
+        return model(x).float().pow(2).mean()
+
+    expected = []
+    for factor in (1, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected.append(loss(factor))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss(3)
+        assert not torch.equal(loss(2), expected[1])  # what autocast does by itself
+        report = verify(model, x)
+        assert report.ok, report.differences
+        assert torch.equal(loss(1), expected[0])
+
+
 # --- what it can be given
 
 
