@@ -35,6 +35,13 @@ class LiveBytes(PeakTracker):
         self._mode.count(holders)
         self._mode.peak = self._mode.live
 
+    def backdate(self) -> None:
+        self._mode.is_backdating = True
+
+    @property
+    def met_bytes(self) -> int:
+        return self._mode.met
+
     def stop(self) -> None:
         self._mode.leave()
         self._mode.forget()
@@ -82,6 +89,8 @@ class _CountingMode(StackedMode):
         self.storage_device = storage_device
         self.live = 0
         self.peak = 0
+        self.met = 0
+        self.is_backdating = False
         self.events: list[Event] | None = None
         # By `id`, which is stable: torch keeps the Python object as long as the storage lives.
         self._counted: dict[int, _Counted] = {}
@@ -93,9 +102,9 @@ class _CountingMode(StackedMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if self.on and func not in _VIEWS:
             # Arguments too: what nothing named and nothing made in here is met as an argument.
-            self._see_all(args)
+            self._see_all(args, is_met=True)
             if kwargs:
-                self._see_all(kwargs.values())
+                self._see_all(kwargs.values(), is_met=True)
             if isinstance(result, Tensor):
                 self.see(result)
             elif isinstance(result, (tuple, list)):
@@ -109,18 +118,18 @@ class _CountingMode(StackedMode):
     def forget(self) -> None:
         self._counted.clear()  # a dead weak reference does not call back
 
-    def _see_all(self, values: Iterable[Any]) -> None:
+    def _see_all(self, values: Iterable[Any], *, is_met: bool = False) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self.see(value)
+                self.see(value, is_met=is_met)
             elif isinstance(value, (tuple, list)):
-                self._see_all(value)
+                self._see_all(value, is_met=is_met)
 
-    def see(self, tensor: Tensor) -> None:
+    def see(self, tensor: Tensor, *, is_met: bool = False) -> None:
         try:
             storage = tensor.untyped_storage()
         except RuntimeError:  # sparse: its parts have storages; opaque layouts: unknown
-            self._see_all(parts_of(tensor))
+            self._see_all(parts_of(tensor), is_met=is_met)
             return
         num_bytes = storage.nbytes()
         known = self._counted.get(id(storage))
@@ -131,6 +140,9 @@ class _CountingMode(StackedMode):
                 return
             known = self._counted[id(storage)] = _Counted(storage, self._died)
             known.key, known.kind, known.num_bytes = id(storage), None, 0
+            if is_met and self.is_backdating:
+                self.met += num_bytes
+                self.peak += num_bytes  # it was there then, too
         self._change(known, num_bytes - known.num_bytes)
         known.num_bytes = num_bytes
 

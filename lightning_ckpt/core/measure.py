@@ -34,6 +34,7 @@ from lightning_ckpt.core.saving import SAVED
 from lightning_ckpt.core.traces import CallTrace, is_plain
 
 Mark = Literal["zero_grad", "optimizer"]
+UNNAMED = "tensors that no module has (DDP's gradient buckets)"  # one of a measurement's terms
 
 
 class _Raw(NamedTuple):
@@ -45,6 +46,7 @@ class _Raw(NamedTuple):
     peak: int
     grad_bytes: int
     sum_bytes: int
+    met_bytes: int  # until its end
 
 
 class StepRecorder:
@@ -79,6 +81,8 @@ class StepRecorder:
         self._resumed: Any = None
         self._state_bytes: int | None = None
         self._overhead = clock.overhead_seconds()
+        self._met_before = 0  # the stretch that lasts
+        tracker.backdate()
 
     def resume(self, *holders: Any, optimizers: Sequence[Optimizer] = ()) -> None:
         """Record from here on, with the tensors in `holders` counted in."""
@@ -87,6 +91,7 @@ class StepRecorder:
             self._state_bytes = state_bytes(optimizers, self._clock.device)
         self._tracker.reset_peak()
         self._kind, self._call, self._start = "outside", None, self._tracker.current_bytes
+        self._met_before = self._tracker.met_bytes
         self._mode.enter()
         self._resumed = self._clock.mark()
 
@@ -157,15 +162,16 @@ class StepRecorder:
 
     def _cut(self, kind: Kind, call: int | None = None) -> None:
         """End the stretch that lasts, and begin another."""
-        now = self._tracker.current_bytes
-        peak = max(self._tracker.peak_bytes, self._start, now)
+        now, met = self._tracker.current_bytes, self._tracker.met_bytes
+        start = self._start + met - self._met_before
+        peak = max(self._tracker.peak_bytes, start, now)
         self._raw.append(
-            _Raw(self._kind, self._call, self._start, peak, self._grad_bytes(), self._most_sums)
+            _Raw(self._kind, self._call, start, peak, self._grad_bytes(), self._most_sums, met)
         )
         self._tracker.reset_peak()
         self._sums = self._most_sums = 0
         self._is_cut_soon = False
-        self._kind, self._call, self._start = kind, call, now
+        self._kind, self._call, self._start, self._met_before = kind, call, now, met
 
     def _grad_bytes(self) -> int:
         grads = [p.grad for p in self._root.parameters() if p.grad is not None]
@@ -195,10 +201,12 @@ class StepRecorder:
         kinds = [raw.kind for raw in self._raw]
         backward = kinds.index("recompute") if "recompute" in kinds else 0
         zeroed = self._marks.get("zero_grad", backward) if holds_grads else 0
+        met = self._tracker.met_bytes
         segments = []
         for index, raw in enumerate(self._raw):
             more = states if index < stepped else 0
             more += grads - raw.grad_bytes if index < zeroed else 0
+            more += met - raw.met_bytes
             peak = raw.peak + more + (raw.sum_bytes if index > backward else 0)
             segments.append(Segment(raw.kind, raw.call, raw.start + more, peak))
         step = Measurement(
@@ -213,6 +221,7 @@ class StepRecorder:
                 ),
                 "gradients": grads,
                 "optimizer states": states + (self._state_bytes or 0),
+                UNNAMED: met,
             },
         )
         return pooled(step)

@@ -28,6 +28,9 @@ from lightning_ckpt import (
     PeakMemoryMonitor,
 )
 from lightning_ckpt.core import mode_stack, recompute
+from lightning_ckpt.core.budget import BudgetTooSmall
+from lightning_ckpt.core.live_bytes import LiveBytes
+from lightning_ckpt.core.measure import UNNAMED as BUCKETS
 from lightning_ckpt.core.memory import track_peak
 
 pytestmark = [
@@ -380,6 +383,71 @@ def two_ranks() -> None:
     assert counts[0] == [2] * 4
     assert 4 < sum(counts[-1]) < 8
     assert peak < other_peak <= budget
+
+
+class WideLit(L.LightningModule):
+    """The gradients take as much as the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh())
+            for _ in range(4)
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class LongPeaks(Callback):
+    """The peak of each batch, by one who follows the whole fit, and so knows of all that is there
+    at the start of a batch. The buckets he meets in the first backward."""
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+
+        self._tracker = LiveBytes()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._tracker.resume(module, trainer.optimizers, batch)
+        self._tracker.reset_peak()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._tracker.pause()  # the next batch is made of views of all data
+        self.peaks.append(self._tracker.peak_bytes)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self._tracker.stop()
+
+
+def two_ranks_with_buckets() -> None:
+    """Run by each rank of a pair: the buckets that DDP made before the measured step are within the
+    budget too, and are named where it is too small."""
+    num_bytes = 4 * sum(p.numel() for p in WideLit().parameters())
+    data = torch.randn(8 * 128, 128, generator=torch.Generator().manual_seed(3))
+
+    def fit(budget: int, **kwargs: Any) -> list[int]:
+        seed_all(0)
+        peaks = LongPeaks()
+        strategy = PartialCheckpointDDPStrategy(budget=budget, **kwargs)
+        trainer = trainer_of(peaks, strategy=strategy, devices=2, max_epochs=1)
+        trainer.fit(WideLit(), DataLoader(data, batch_size=128))  # type: ignore[arg-type]
+        return peaks.peaks
+
+    with pytest.raises(BudgetTooSmall) as caught:
+        fit(1000)
+    assert caught.value.terms[BUCKETS] == pytest.approx(num_bytes, rel=0.01)
+    assert BUCKETS in str(caught.value)
+    for extra in (20_000, 90_000, 180_000):
+        budget = caught.value.least + extra
+        peak = max(fit(budget))
+        assert budget - 200_000 < peak <= budget, (extra, peak - budget)
+        assert max(fit(budget, gradient_as_bucket_view=True)) <= budget
 
 
 # --- refusals

@@ -568,6 +568,12 @@ def _ddp_budget() -> None:
     two_ranks()
 
 
+def _ddp_buckets() -> None:
+    from test_budget_in_fit import two_ranks_with_buckets
+
+    two_ranks_with_buckets()
+
+
 def _ddp_string() -> None:
     """A name is enough; without arguments every block is checkpointed."""
     trainer = trainer_of(strategy="partial_checkpoint_ddp", devices=2, max_epochs=1)
@@ -993,6 +999,7 @@ CASES: dict[str, Callable[..., None]] = {
     **{f"ddp: {case}": partial(_ddp, case) for case in DDP_CASES},
     "ddp: string": _ddp_string,
     "ddp: budget": _ddp_budget,
+    "ddp: budget and buckets": _ddp_buckets,
     "ddp: comm hook": _ddp_comm_hook,
     "ddp: frozen part": _ddp_frozen_part,
     "ddp: unused on one rank": partial(_ddp_unused_on_one_rank, 1),

@@ -1,0 +1,197 @@
+"""Our plans against what others offer, on a Llama of Transformers: peaks and step times on a CPU.
+
+Theirs: the interval of Transformers (its own switch), and torch's selective checkpoint contexts
+around blocks by hand, with the results of attention kept, or those of matrix products too. For each
+of their points the planner gets its measured peak as the budget, and both take their steps in turn.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from shapes import Batch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from lightning_ckpt import Plan, apply_partial_checkpoint
+from lightning_ckpt.core.clock import Clock
+from lightning_ckpt.core.costs import Measurement
+from lightning_ckpt.core.estimate import measure_step
+from lightning_ckpt.core.memory import peak_tracker, track_peak
+
+MIB = 2**20
+Context = Callable[[], AbstractContextManager[Any]]
+
+aten = torch.ops.aten
+_ATTENTION = [aten._scaled_dot_product_flash_attention_for_cpu.default]
+_PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+
+
+class Cost(NamedTuple):
+    """Of one step.
+
+    Attributes:
+        flops: counted, of matrix products and attention.
+        clock: seconds.
+        cpu: seconds of this process.
+    """
+
+    flops: int
+    clock: float
+    cpu: float
+
+
+def llama() -> nn.Module:
+    """The shape of which the reference figures are."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        hidden_size=256, intermediate_size=691, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=512, max_position_embeddings=2048, use_cache=False,
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config).train()
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(**batch).loss
+
+
+@contextmanager
+def of_transformers(model: Any, every_n: int) -> Iterator[None]:
+    model.activation_checkpointing_enable(every_n_layers=every_n)
+    try:
+        yield
+    finally:
+        model.activation_checkpointing_disable()
+        model.disable_input_require_grads()
+
+
+@contextmanager
+def of_torch(model: Any, kept: list[Any], every_n: int) -> Iterator[None]:
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    blocks = list(model.model.layers)[::every_n]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def theirs(model: nn.Module) -> dict[str, Context]:
+    found: dict[str, Context] = {}
+    for every_n in (1, 2, 3, 4, 6, 12):
+        found[f"Transformers, every_n={every_n}"] = partial(of_transformers, model, every_n)
+    for every_n, which in ((1, "each"), (2, "every second")):
+        found[f"torch, attention kept, {which}"] = partial(of_torch, model, _ATTENTION, every_n)
+        kept = _ATTENTION + _PRODUCTS
+        found[f"torch, products too, {which}"] = partial(of_torch, model, kept, every_n)
+    return found
+
+
+def ours(model: nn.Module, plan: Plan) -> AbstractContextManager[Any]:
+    return apply_partial_checkpoint(model, plan=plan)
+
+
+def peak_of(model: nn.Module, batch: Batch, around: Context) -> int:
+    model.zero_grad()
+    with around(), track_peak(model, batch) as tracker:
+        loss_of(model, batch).backward()
+    return tracker.peak_bytes
+
+
+def flops_of(model: nn.Module, batch: Batch, around: Context) -> int:
+    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    names = {aten._scaled_dot_product_flash_attention_for_cpu: attention}
+    with around(), FlopCounterMode(display=False, custom_mapping=names) as counter:
+        loss_of(model, batch).backward()
+    model.zero_grad()
+    return counter.get_total_flops()
+
+
+def take(model: nn.Module, batch: Batch, around: Context) -> tuple[float, float]:
+    model.zero_grad()
+    with around():
+        clock, cpu = time.perf_counter(), time.process_time()
+        loss_of(model, batch).backward()
+        return time.perf_counter() - clock, time.process_time() - cpu
+
+
+def measure(model: nn.Module, batch: Batch) -> Measurement:
+    model.zero_grad()
+    tracker = peak_tracker("cpu", model)
+    try:
+        return measure_step(model, batch, loss_of, tracker=tracker, clock=Clock("cpu"))
+    finally:
+        model.zero_grad()
+
+
+def rows_of(
+    model: nn.Module, batch: Batch, plan_for: Callable[[Measurement, int], Plan]
+) -> tuple[dict[str, Context], dict[str, str], Measurement]:
+    """Contexts by name, and which of ours stands for which of theirs."""
+    measured = measure(model, batch)
+    contexts: dict[str, Context] = {"plain": nullcontext, **theirs(model)}
+    partner: dict[str, str] = {}
+    for name in list(contexts)[1:]:
+        plan = plan_for(measured, peak_of(model, batch, contexts[name]))
+        actions = [block.action for block in plan]
+        words = ("keep", "recompute_saving", "recompute_saving_attention", "recompute")
+        partner[name] = "ours " + "/".join(str(actions.count(word)) for word in words)
+        partner[name] += " " + "".join(str(words.index(action)) for action in actions)
+        contexts[partner[name]] = partial(ours, model, plan)
+    return contexts, partner, measured
+
+
+def fronts(
+    size: int, length: int, rounds: int, plan_for: Callable[[Measurement, int], Plan]
+) -> None:
+    """Print the table of batches of `size` x `length` tokens."""
+    from overhead import interleaved
+
+    model = llama()
+    tokens = torch.randint(512, (size, length))
+    batch = {"input_ids": tokens, "labels": tokens}
+    for _ in range(2):
+        take(model, batch, nullcontext)
+    contexts, partner, _ = rows_of(model, batch, plan_for)
+    peaks = {name: peak_of(model, batch, around) for name, around in contexts.items()}
+    flops = {name: flops_of(model, batch, around) for name, around in contexts.items()}
+    cpu: dict[str, list[float]] = {name: [] for name in contexts}
+
+    def timed(name: str) -> float:
+        clock, process = take(model, batch, contexts[name])
+        cpu[name].append(process)
+        return clock
+
+    clock = interleaved({name: partial(timed, name) for name in contexts}, rounds)
+    cpu = {name: values[1:] for name, values in cpu.items()}
+
+    def ratio(times: dict[str, list[float]], name: str) -> float:
+        pairs = zip(times[name], times["plain"], strict=True)
+        return statistics.median(one / plain for one, plain in pairs)
+
+    print(f"{size} x {length} tokens, plain {peaks['plain'] / MIB:.1f} MiB")
+    print("| theirs | MiB | FLOPs | clock | CPU | ours | MiB | FLOPs | clock | CPU |")
+    print("| --- " * 10 + "|")
+    for name, own in partner.items():
+        cells = []
+        for each in (name, own):
+            counted = flops[each] / flops["plain"]
+            cells += [
+                each.removeprefix("ours "),
+                f"{peaks[each] / MIB:.1f}",
+                f"{counted:.3f}",
+                f"{ratio(clock, each):.3f}",
+                f"{ratio(cpu, each):.3f}",
+            ]
+        print("| " + " | ".join(cells) + " |", flush=True)
