@@ -1,7 +1,6 @@
 """`verify` for Lightning: a module's own training step, and the first batch of a fit."""
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -9,9 +8,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_ckpt.core.loss import training_step_loss as run_training_step
+from lightning_ckpt.core.loss import why_no_training_step
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.report import Report
 from lightning_ckpt.core.step import Loss
@@ -87,22 +87,15 @@ def training_step_loss(module: "pl.LightningModule", batch_idx: int = 0) -> Loss
     Raises:
         MisconfigurationException: the step needs more than a batch.
     """
-    reason = "" if module.automatic_optimization else "optimizes by hand"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        reason = "takes a dataloader_iter"
-    if reason:
+    if reason := why_no_training_step(module):
         raise MisconfigurationException(
             f"verify: {type(module).__name__} {reason}, so its training step cannot be run by "
             "itself; call lightning_ckpt.verify(module, batch, loss=lambda module, batch: ...)"
         )
-    # As the trainer's loop asks: a second parameter is the index, whatever its name.
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    more = (batch_idx,) if takes_index else ()
 
     def loss(_: nn.Module, batch: Any) -> Any:
         with _silent(module), _precision(module):
-            output = module.training_step(batch, *more)
-        return output.get("loss") if isinstance(output, Mapping) else output
+            return run_training_step(module, batch, batch_idx)
 
     return loss
 

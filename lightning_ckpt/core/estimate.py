@@ -6,7 +6,6 @@ Times go by what is computed, on a device of a given speed, and are only good to
 """
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from lightning_ckpt.core.budget import (
 from lightning_ckpt.core.clock import Clock, CostClock
 from lightning_ckpt.core.costs import Actions, Measurement, Prediction, predict
 from lightning_ckpt.core.live_bytes import LiveBytes
+from lightning_ckpt.core.loss import model_loss, training_step_loss, why_no_training_step
 from lightning_ckpt.core.measure import StepRecorder
 from lightning_ckpt.core.peak import PeakTracker
 from lightning_ckpt.core.plan import Action, BlockPlan, Plan, every_n_plan
@@ -135,8 +135,10 @@ def estimate(
         module: the model; its parameters may be on the meta device. It is not changed.
         batch: as a training step gets it; only shapes count.
         budgets: as `PartialCheckpoint` takes them, in bytes.
-        step: `step(module, batch)` gives the loss; by default the module's own `training_step`, or
-            else its call, of which the loss is the result, its `loss`, or `["loss"]`.
+        step: `step(module, batch)` gives the loss; by default that of the module's own
+            `training_step`, or else of its call with the batch (a mapping as keyword arguments, a
+            tuple or list as positional ones): its result's `loss`, the result if it is one element,
+            or the mean square of it.
         optimizers: makes them; by default the module's `configure_optimizers()`, if it has one.
         layers: which modules are the blocks, as in `apply_partial_checkpoint`.
         flops_per_second: speed of the device in matrix products.
@@ -147,7 +149,8 @@ def estimate(
         picture.
 
     Raises:
-        TypeError, ValueError: a budget or `layers` is impossible, or no block was found.
+        TypeError, ValueError: a budget or `layers` is impossible, no block was found, or a step
+            gives no loss.
     """
     asked = [(str(b), budget_bytes(read_budget(b), torch.device("cpu"))) for b in budgets]
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -188,26 +191,22 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def _default_step(module: Any, batch: Any) -> Tensor:
-    if hasattr(module, "training_step"):
-        result = _training_step(module, batch)
-    elif isinstance(batch, dict):
-        result = module(**batch)
-    else:
-        result = module(*batch) if isinstance(batch, (list, tuple)) else module(batch)
-    loss = result["loss"] if isinstance(result, dict) else getattr(result, "loss", result)
-    if not isinstance(loss, Tensor):
+    if not hasattr(module, "training_step"):
+        return model_loss(module, batch, argument="step")
+    if reason := why_no_training_step(module):
         raise TypeError(
-            f"the step of {type(module).__name__} gave no loss but {type(loss).__name__}; pass "
+            f"{type(module).__name__} {reason}, so its training step cannot be run by itself; pass "
             "step=lambda module, batch: ..."
         )
-    return loss if loss.dim() == 0 else loss.mean()
-
-
-def _training_step(module: Any, batch: Any) -> Any:
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
     with warnings.catch_warnings():  # a module without a trainer says so at each `self.log`
         warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
-        return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+        loss = training_step_loss(module, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            f"the training step of {type(module).__name__} gave no loss but {loss!r}; pass "
+            "step=lambda module, batch: ..."
+        )
+    return loss
 
 
 def _optimizers(module: nn.Module, make: Callable[[nn.Module], Any] | None) -> list[Optimizer]:

@@ -6,7 +6,7 @@ A step is a forward, a loss and its gradients, without an optimizer. Gradients a
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.core.apply import apply_quietly
-from lightning_ckpt.core.arguments import flatten
 from lightning_ckpt.core.blocks import Block, find_blocks
+from lightning_ckpt.core.loss import model_loss
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.plan import every_n_plan
 from lightning_ckpt.core.report import Difference, Report
@@ -87,28 +87,6 @@ def verify(
         plain_peak_bytes=plain.peak_bytes,
         checkpointed_peak_bytes=ours.peak_bytes,
     )
-
-
-def model_loss(module: nn.Module, batch: Any) -> Tensor:
-    """What `verify` does without `loss=`."""
-    if isinstance(batch, Mapping):
-        output = module(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = module(*batch)
-    else:
-        output = module(batch)
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return output
-    tensors = [t for t in flatten(output).tensors if t.requires_grad]
-    if not tensors:
-        raise ValueError(
-            f"the output of {type(module).__name__}, a {type(output).__name__}, has no tensor that "
-            "needs a gradient; pass loss=lambda module, batch: ..."
-        )
-    return sum((t.abs().float().pow(2).mean() for t in tensors), start=tensors[0].new_zeros(()))
 
 
 def _refuse(module: nn.Module) -> None:

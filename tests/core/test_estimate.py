@@ -155,7 +155,21 @@ class OnlyBatch(Configured):
         return super().training_step(batch, 0)
 
 
-@pytest.mark.parametrize("kind", [Configured, Listed, OnlyBatch])
+class Indexed(Configured):
+    """Takes the number under another name, and that of a data loader, which nobody gives."""
+
+    def training_step(self, batch: Tensor, i: int, dataloader_idx: int = 0) -> Any:  # type: ignore[override]
+        assert (i, dataloader_idx) == (0, 0)
+        return super().training_step(batch, i)
+
+
+class Open(Configured):
+    def training_step(self, *args: Any) -> Any:  # type: ignore[override]
+        batch, index = args
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("kind", [Configured, Listed, OnlyBatch, Indexed, Open])
 def test_the_modules_own_step_and_optimizers(kind: type[Language]) -> None:
     terms = estimate(kind(), tokens()).step.terms
     assert terms["optimizer states"] == pytest.approx(2 * terms["gradients"], rel=0.01)
@@ -163,14 +177,25 @@ def test_the_modules_own_step_and_optimizers(kind: type[Language]) -> None:
 
 
 def test_a_step_without_a_loss() -> None:
-    with pytest.raises(TypeError, match="step="):
+    with pytest.raises(ValueError, match=r"has no tensor that needs a gradient; pass step="):
         estimate(_NoLoss(), tokens())
+    with pytest.raises(TypeError, match="gave no loss but None; pass step="):
+        estimate(_NoLossStep(), tokens())
+    by_hand = Configured()
+    by_hand.automatic_optimization = False  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="optimizes by hand.*pass step="):
+        estimate(by_hand, tokens())
 
 
 class _NoLoss(Language):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         super().forward(x)
         return "done"
+
+
+class _NoLossStep(Configured):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:  # type: ignore[override]
+        self(batch)
 
 
 @pytest.mark.parametrize("budget", ["auto", 0.5, "much"])
