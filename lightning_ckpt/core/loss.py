@@ -14,8 +14,8 @@ def model_loss(module: nn.Module, batch: Any, *, argument: str = "loss") -> Tens
 
     Args:
         module: any model.
-        batch: a mapping is passed as keyword arguments, a tuple or list as positional ones, anything
-            else as the one argument.
+        batch: a mapping is passed as keyword arguments, a tuple or list as positional ones,
+            anything else as the one argument.
         argument: how the caller's argument is called that says it otherwise.
 
     Returns:

@@ -28,15 +28,16 @@ class PeakTracker(ABC):
     def reset_peak(self, *holders: Any) -> None:
         """Let the peak start again, at the bytes that are live now."""
 
+    @abstractmethod
     def backdate(self) -> None:
         """From here on, take tensors that nothing named and nothing made here for old ones when an
         operation meets them: count them in the peak as if they had been there at the reset. (DDP
         makes the buckets of its gradients beforehand, and nothing can name them.)"""
 
     @property
+    @abstractmethod
     def met_bytes(self) -> int:
         """Bytes of those so far; 0 where the peak has all in it in any case."""
-        return 0
 
     @abstractmethod
     def stop(self) -> None:

@@ -183,7 +183,7 @@ def test_a_step_without_a_loss() -> None:
         estimate(_NoLossStep(), tokens())
     by_hand = Configured()
     by_hand.automatic_optimization = False  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="optimizes by hand.*pass step="):
+    with pytest.raises(TypeError, match=r"optimizes by hand.*pass step="):
         estimate(by_hand, tokens())
 
 
