@@ -20,12 +20,13 @@ import torch
 from overhead import VOCABULARY, Model, interleaved
 from shapes import Batch, shapes
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from lightning_ckpt import BlockPlan, Plan, apply_partial_checkpoint
 from lightning_ckpt.core.budget import fastest, least_peak
 from lightning_ckpt.core.clock import Clock
 from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, predict
-from lightning_ckpt.core.estimate import measure_step
+from lightning_ckpt.core.estimate import estimate, measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 from lightning_ckpt.core.plan import Action
 
@@ -68,7 +69,7 @@ def peaks() -> None:
         model.train()
         step(model, batch).backward()  # buffers that the first call makes
         model.zero_grad()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = AdamW(model.parameters())
         measured = measure(model, batch, [optimizer])
         low = predict(measured, least_peak(measured, ACTIONS)).peak
         high = predict(measured, ["keep"] * len(measured.names)).peak
@@ -84,6 +85,29 @@ def peaks() -> None:
             f"{min(ratios):+.2%} to {max(ratios):+.2%} | {over} of 5 |",
             flush=True,
         )
+
+
+def fakes() -> None:
+    """`estimate` on fake tensors against the measured step."""
+    print("| shape | plain MiB | every_n=1 MiB | estimated over measured |")
+    print("| --- | --- | --- | --- |")
+    for name, make in shapes().items():
+        torch.manual_seed(0)
+        model, batch = make()
+        model.train()
+        optimizer = AdamW(model.parameters())
+        for _ in range(2):  # the steady step: with states and the gradients before
+            loss = step(model, batch)
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found = estimate(model, batch, step=step, optimizers=lambda m: AdamW(m.parameters()))
+        points = [found.every_n[0], found.every_n[-1]]
+        measured = [true_peak(model, batch, optimizer, p.plan) for p in points if p.plan]
+        ratios = [p.peak / peak - 1 for p, peak in zip(points, measured, strict=True)]
+        plain, every = (f"{peak / MIB:.2f}" for peak in measured)
+        off = f"{min(ratios):+.2%} to {max(ratios):+.2%}"
+        print(f"| {name} | {plain} | {every} | {off} |", flush=True)
 
 
 # --- the hole between n=1 and n=2
@@ -156,13 +180,18 @@ def planning(num: int = 100) -> None:
 
 
 def main() -> None:
+    parts = {
+        "peaks": lambda _: peaks(),
+        "fakes": lambda _: fakes(),
+        "hole": hole,
+        "planning": lambda _: planning(),
+    }
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["peaks", "hole", "planning"])
+    parser.add_argument("--only", choices=list(parts))
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    parts = {"peaks": peaks, "hole": lambda: hole(options.rounds), "planning": planning}
     for name in [options.only] if options.only else parts:
-        parts[name]()
+        parts[name](options.rounds)
         print()
 
 

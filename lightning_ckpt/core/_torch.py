@@ -15,6 +15,7 @@ from torch._C import _profiler as profiler_types
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch import config as _compiler_config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
 from torch.autograd.profiler import KinetoStepTracker
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "ATTENTION",
     "BATCH_STATISTICS",
+    "GROUPED_PRODUCTS",
     "PRODUCTS",
     "ROUTING",
     "Allocation",
@@ -38,7 +40,9 @@ __all__ = [
     "checkpointed_by_torch",
     "compiler_memory_budget",
     "coo_parts",
+    "depends_on_values",
     "fsdp_names",
+    "has_known_values",
     "is_compiled",
     "is_fake",
     "profiler_in_use",
@@ -49,6 +53,7 @@ __all__ = [
     "stop_memory_history",
     "tensor_version",
     "view_base",
+    "without_fake_mode",
 ]
 
 # BatchNorm and InstanceNorm of every dimension share this base and no public one.
@@ -74,6 +79,8 @@ ATTENTION = _operations(
 )
 PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution")
 ROUTING = _operations("topk")
+_EMPTY = _operations("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+GROUPED_PRODUCTS = _operations("_grouped_mm")
 
 
 def checkpointed_by_torch(module: nn.Module) -> str | None:
@@ -112,6 +119,19 @@ def changes_arguments(operation: Any) -> bool:
     """Whether an operation, as a dispatch mode gets it, changes one of its arguments in place."""
     schema = getattr(operation, "_schema", None)  # higher-order operators have none
     return schema is not None and schema.is_mutable
+
+
+def has_known_values(operation: Any) -> bool:
+    """Whether what an operation gives follows from what it is given: an ordinary one (not one of
+    higher order) that draws no random numbers and leaves nothing as it lay in memory."""
+    is_ordinary = isinstance(operation, torch._ops.OpOverload) and operation not in _EMPTY
+    return is_ordinary and torch.Tag.nondeterministic_seeded not in operation.tags
+
+
+def depends_on_values(operation: Any) -> bool:
+    """Whether an operation gives a number, or a tensor whose shape is not known beforehand."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return any(tag in operation.tags for tag in tags)
 
 
 def tensor_version(tensor: Tensor) -> int:

@@ -47,6 +47,15 @@ def flatten(value: Any) -> Flat:
     return Flat(walk.tensors, walk.others, lambda tensors: place(_Rebuild(tensors)))
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, which are lists and dicts at most."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    is_container = isinstance(value, (list, tuple, dict))
+    return [tensor for item in items for tensor in tensors_of(item)] if is_container else []
+
+
 def is_open(value: Any) -> bool:
     """Whether `flatten` would look into `value`."""
     if type(value) in PLAIN:

@@ -1,15 +1,14 @@
 """When things happen on a device."""
 
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
+from lightning_ckpt.core.arguments import tensors_of
 from lightning_ckpt.core.saving import Saving, contexts
 
 _NUM_OPERATIONS = 50
@@ -96,16 +95,8 @@ class CostClock(Clock):
         flops = count(*args, **kwargs, out_val=result) if count else 0
         num_bytes = 0
         if not getattr(operation, "is_view", False):
-            num_bytes = sum(tensor.nbytes for tensor in _tensors((args, kwargs, result)))
+            num_bytes = sum(tensor.nbytes for tensor in tensors_of((args, kwargs, result)))
         self._now += max(flops / self._flops_per_second, num_bytes / self._bytes_per_second)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple, dict)):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _tensors(value)
 
 
 def _small_operations(saving: Saving | None) -> float:

@@ -5,20 +5,16 @@ values, so a model that is too large to build takes seconds. Peaks are those of 
 Times go by what is computed, on a device of a given speed, and are only good to compare.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ckpt.core._torch import FakeTensorMode
 from lightning_ckpt.core.apply import apply_quietly
-from lightning_ckpt.core.arguments import flatten
 from lightning_ckpt.core.budget import (
     BudgetTooSmall,
     budget_bytes,
@@ -28,6 +24,7 @@ from lightning_ckpt.core.budget import (
 )
 from lightning_ckpt.core.clock import Clock, CostClock
 from lightning_ckpt.core.costs import Actions, Measurement, Prediction, predict
+from lightning_ckpt.core.fake import fake_batch, fake_module, without_values
 from lightning_ckpt.core.live_bytes import LiveBytes
 from lightning_ckpt.core.loss import model_loss, training_step_loss, why_no_training_step
 from lightning_ckpt.core.measure import StepRecorder
@@ -133,7 +130,8 @@ def estimate(
 
     Args:
         module: the model; its parameters may be on the meta device. It is not changed.
-        batch: as a training step gets it; only shapes count.
+        batch: as a training step gets it; its shapes count, and the values of whole numbers, of
+            which a model may make a mask.
         budgets: as `PartialCheckpoint` takes them, in bytes.
         step: `step(module, batch)` gives the loss; by default that of the module's own
             `training_step`, or else of its call with the batch (a mapping as keyword arguments, a
@@ -153,18 +151,16 @@ def estimate(
             gives no loss.
     """
     asked = [(str(b), budget_bytes(read_budget(b), torch.device("cpu"))) for b in budgets]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = _without_values(module)
-        flat = flatten(batch)
-        fake_batch = flat.build([_fake(tensor) for tensor in flat.tensors])
+    with without_values():
+        fake = fake_module(module)
         made = _optimizers(fake, optimizers)
         measured = measure_step(
             fake,
-            fake_batch,
+            fake_batch(batch),
             step or _default_step,
             made,
             layers=layers,
-            tracker=LiveBytes("meta"),
+            tracker=LiveBytes("meta", "cpu"),
             clock=CostClock("cpu", flops_per_second, bytes_per_second),
         )
     return Estimate(
@@ -173,21 +169,6 @@ def estimate(
         tuple(_front(measured)),
         tuple(_within(measured, f"budget={word}", budget) for word, budget in asked),
     )
-
-
-def _without_values(module: nn.Module) -> nn.Module:
-    """A copy with fake tensors in place of parameters and buffers; nothing is copied of those."""
-    memo: dict[int, Any] = {}
-    for tensor in chain(module.parameters(), module.buffers()):
-        memo[id(tensor)] = _fake(tensor)
-    return copy.deepcopy(module, memo)
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def _default_step(module: Any, batch: Any) -> Tensor:

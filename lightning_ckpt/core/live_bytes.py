@@ -18,11 +18,11 @@ class LiveBytes(PeakTracker):
     """Live bytes of tensors in host memory, by a dispatch mode that is on while not paused.
 
     Args:
-        storage_device: where the storages lie that are counted; "meta" for fake tensors.
+        storage_devices: where the storages lie that are counted; "meta" for fake tensors.
     """
 
-    def __init__(self, storage_device: str = "cpu") -> None:
-        self._mode = _CountingMode(storage_device)
+    def __init__(self, *storage_devices: str) -> None:
+        self._mode = _CountingMode(storage_devices or ("cpu",))
 
     def resume(self, *holders: Any) -> None:
         self._mode.count(holders)
@@ -84,9 +84,9 @@ class _Counted(weakref.ref[torch.UntypedStorage]):
 class _CountingMode(StackedMode):
     """Counts storages while it is on. An error in here would end the step that it measures."""
 
-    def __init__(self, storage_device: str) -> None:
+    def __init__(self, storage_devices: tuple[str, ...]) -> None:
         super().__init__()
-        self.storage_device = storage_device
+        self.storage_devices = storage_devices
         self.live = 0
         self.peak = 0
         self.met = 0
@@ -136,7 +136,7 @@ class _CountingMode(StackedMode):
         if known is not None and known.num_bytes == num_bytes:
             return
         if known is None:
-            if storage.device.type != self.storage_device:
+            if storage.device.type not in self.storage_devices:
                 return
             known = self._counted[id(storage)] = _Counted(storage, self._died)
             known.key, known.kind, known.num_bytes = id(storage), None, 0

@@ -41,7 +41,7 @@ def test_fake_tensors_say_what_real_ones_do(name: str) -> None:
         actions: Any = [action] * len(real.names)
         fake_peak, real_peak = predict(found.step, actions).peak, predict(real, actions).peak
         assert fake_peak == pytest.approx(real_peak, rel=0.02)
-    assert found.step.terms == pytest.approx(real.terms, rel=0.01)
+    assert found.step.terms == pytest.approx(real.terms, rel=0.01, abs=1024)
 
 
 def test_the_real_step_has_the_estimated_peak() -> None:

@@ -189,3 +189,21 @@ def test_memory_history_has_its_names() -> None:
     assert callable(torch.cuda.memory._dump_snapshot)
     parameters = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert {"enabled", "max_entries"} <= set(parameters)
+
+
+def test_values_go_without_a_fake_mode() -> None:
+    with _torch.FakeTensorMode():
+        assert _torch.is_fake(torch.ones(2))
+        with _torch.without_fake_mode():
+            assert not _torch.is_fake(torch.ones(2))
+        assert _torch.is_fake(torch.ones(2))
+
+
+def test_operations_that_give_what_they_are_given() -> None:
+    aten = torch.ops.aten
+    assert _torch.has_known_values(aten.arange.default)
+    for unknown in (aten.randint.default, aten.empty_strided.default, torch.ops.higher_order.cond):
+        assert not _torch.has_known_values(unknown)
+    assert _torch.depends_on_values(aten.nonzero.default)
+    assert _torch.depends_on_values(aten._local_scalar_dense.default)
+    assert not _torch.depends_on_values(aten.add.Tensor)
