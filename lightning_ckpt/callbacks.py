@@ -135,8 +135,8 @@ class PartialCheckpoint(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         # Not as the callback's state: Lightning would warn whoever resumes without the callback.
-        if self.handle is not None:
-            checkpoint["partial_checkpoint"] = self.handle.plan.to_dict()
+        if (plan := self.fit_plan.chosen_plan) is not None:
+            checkpoint["partial_checkpoint"] = plan.to_dict()
 
     @override
     def on_exception(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt._lightning import checkpoints_by_itself
+from lightning_ckpt.budgeting import BudgetedBatches
 from lightning_ckpt.core.apply import (
     Handle,
     apply_plan_quietly,
@@ -23,8 +24,7 @@ from lightning_ckpt.core.apply import (
     named_blocks,
 )
 from lightning_ckpt.core.blocks import check_layers, find_blocks
-from lightning_ckpt.core.budget import agreed, budget_bytes, plan_within, read_budget
-from lightning_ckpt.core.costs import Measurement
+from lightning_ckpt.core.budget import budget_bytes, read_budget
 from lightning_ckpt.core.memory import peak_tracker
 from lightning_ckpt.core.offload import (
     OffloadConfig,
@@ -33,9 +33,8 @@ from lightning_ckpt.core.offload import (
     watch_first_step,
 )
 from lightning_ckpt.core.peak import PeakUnavailable
-from lightning_ckpt.core.plan import Action, Plan, check_every_n, read_plan
-from lightning_ckpt.measuring import MeasuredStep
-from lightning_ckpt.ranks import from_all_ranks, gathered
+from lightning_ckpt.core.plan import Plan, check_every_n, read_plan
+from lightning_ckpt.ranks import from_all_ranks
 from lightning_ckpt.summary import print_offload, print_plan
 
 _FAILED = "failed: "  # begins the report of a rank that has no plan
@@ -69,8 +68,7 @@ class FitPlan:
         self.budget = budget
         self.plan = None if plan is None else read_plan(plan)
         self.handle: Handle | None = None
-        self._measured: MeasuredStep | None = None
-        self._budget_bytes = 0
+        self._batches: BudgetedBatches | None = None
         self._settled_epoch = -1
         self._end_first_step: Callable[[], OffloadReport] | None = None
         self._is_watched = False
@@ -91,8 +89,8 @@ class FitPlan:
             self.handle = apply_plan_quietly(module, self.plan)
         else:
             self.handle = apply_quietly(module, self.every_n, self.offload, self.layers)
-        if self._measured is not None:
-            self._measured.is_done = False  # other blocks: measure again
+        if self._batches is not None:
+            self._batches.forget()  # other blocks: measure again
         self._is_watched = False
         return True
 
@@ -123,35 +121,34 @@ class FitPlan:
         return changed
 
     def measure(self, trainer: "pl.Trainer") -> None:
-        """With a budget: let the first step be measured, and then another plan be chosen.
+        """With a budget: let batches be measured, and plans be chosen for the others.
 
         Raises:
             ValueError: the device does not say what the budget is a share of, or what it needs.
         """
-        if self.budget is None or self._measured is not None:
+        if self.budget is None or self._batches is not None:
             return
         device = trainer.strategy.root_device
-        self._budget_bytes = budget_bytes(read_budget(self.budget), device)
+        budget = budget_bytes(read_budget(self.budget), device)
         try:
             peak_tracker(device, trainer.lightning_module).stop()
         except PeakUnavailable as error:
             raise ValueError(
                 f"budget={self.budget!r} needs a measured step: {error}; or use every_n= or plan="
             ) from error
-        self._measured = MeasuredStep(lambda: self.handle, self._choose)
-        self._measured.attach(trainer)
+        self._batches = BudgetedBatches(self, self.budget, budget)
+        self._batches.attach(trainer)
 
-    def _choose(
-        self, trainer: "pl.Trainer", module: "pl.LightningModule", step: Measurement
-    ) -> None:
-        """Put the fastest plan within the budget in force, the same on every rank."""
-        reports = gathered(trainer, (step, self._budget_bytes))
-        steps, budgets = zip(*reports, strict=True)
-        plan = plan_within(min(budgets), *agreed(steps, budgets, get_args(Action)))
-        notes = () if self.handle is None else self.handle.plan.notes
-        self.take_back()
-        self.handle = apply_plan_quietly(module, replace(plan, notes=(*notes, *plan.notes)))
-        self.tell(trainer)
+    def put(self, plan: Plan) -> None:
+        """Put another plan of the same blocks in force."""
+        assert self.handle is not None
+        self.handle.change(plan)
+
+    @property
+    def chosen_plan(self) -> Plan | None:
+        """The plan in force, of those that follow the batches that of the largest; or None."""
+        chosen = self._batches.plan if self._batches is not None else None
+        return chosen or (self.handle.plan if self.handle is not None else None)
 
     def follow(self, trainer: "pl.Trainer") -> None:
         """`apply` once in each epoch, before its first step: the module may have built or exchanged
@@ -165,9 +162,9 @@ class FitPlan:
         """Leave the model, and the trainer, as they were."""
         self._settled_epoch = -1
         self.take_back()
-        if self._measured is not None:
-            self._measured.detach()
-        self._measured = None
+        if self._batches is not None:
+            self._batches.detach()
+        self._batches = None
 
     def take_back(self) -> None:
         """Leave the model as it was; what is to be measured still is."""
@@ -200,7 +197,7 @@ class FitPlan:
         measured is not given: some loggers (MLflow) refuse to take another value later."""
         if self.handle is None:
             return
-        if self.budget is not None and (self._measured is None or not self._measured.is_done):
+        if self.budget is not None and (self._batches is None or not self._batches.is_planned):
             note = f"for the step that is measured; then follows the plan for budget={self.budget}"
             print_plan(replace(self.handle.plan, notes=(*self.handle.plan.notes, note)))
             return
@@ -226,7 +223,7 @@ class FitPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan in force is not for another process.
-        return {**vars(self), "handle": None, "_measured": None, "_end_first_step": None}
+        return {**vars(self), "handle": None, "_batches": None, "_end_first_step": None}
 
 
 @rank_zero_only

@@ -29,7 +29,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_title(plan), style="bold", markup=False, highlight=False)
     console.print(table)
     for note in plan.notes:
-        console.print(f"Note: {note}", style="yellow", markup=False, highlight=False)
+        print_note(note, console)
 
 
 def _interval_table(plan: Plan) -> Table:
@@ -101,6 +101,35 @@ def _cells(point: Point) -> tuple[str, str, str, str]:
         return point.label, "-", f"needs {peak}", "-"
     blocks = f"{point.plan.num_recomputed} of {len(point.plan)}"
     return point.label, blocks, peak, f"{point.relative_time:.3f}"
+
+
+def print_note(note: str, console: Console | None = None) -> None:
+    """Print a sentence for the user."""
+    (console or Console()).print(f"Note: {note}", style="yellow", markup=False, highlight=False)
+
+
+def print_batches(
+    counts: Mapping[str, int], size: str, plan: Plan, console: Console | None = None
+) -> None:
+    """Print how plans followed the sizes of batches, and the plan of the largest.
+
+    Args:
+        counts: of batches that were "measured", and of those of which "none", "some" or "all"
+            blocks were recomputed.
+        size: of the largest batch, in words.
+        plan: its plan.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    console = console or Console()
+    console.print(
+        f"PartialCheckpoint, batches by size: {counts.get('none', 0):,} with no block recomputed, "
+        f"{counts.get('some', 0):,} with some, {counts.get('all', 0):,} with all, and "
+        f"{counts.get('measured', 0):,} measured. The largest had {size}; its plan:",
+        style="bold",
+        markup=False,
+        highlight=False,
+    )
+    print_plan(plan, console)
 
 
 def print_offload(report: OffloadReport, console: Console | None = None) -> None:

@@ -100,13 +100,15 @@ class BudgetTooSmall(ValueError):
         budget: bytes that were given.
         least: bytes that would do.
         terms: what the peak of the least plan is made of, bytes by name, the largest first.
+        batch: the one that it is about, in words.
     """
 
-    def __init__(self, budget: int, least: int, terms: dict[str, int]) -> None:
+    def __init__(self, budget: int, least: int, terms: dict[str, int], batch: str = "") -> None:
         self.budget, self.least, self.terms = budget, least, terms
         largest = ", ".join(f"{name} {format_bytes(n)}" for name, n in list(terms.items())[:3])
         super().__init__(
-            f"budget={format_bytes(budget)} is less than any plan needs: give at least "
+            f"budget={format_bytes(budget)} is less than any plan needs"
+            f"{batch and ' for a batch with '}{batch}: give at least "
             f"{format_bytes(least, up=True)} ({least} bytes). The largest terms are {largest}"
         )
 

@@ -45,7 +45,7 @@ def step_source(device: torch.device | str, *modules: nn.Module) -> StepSource:
     device = torch.device(device)
     if device.type != "cpu":
         return DeviceSteps(device)
-    if any(map(_find_compiled, modules)):
+    if any(map(find_compiled, modules)):
         return AllocationSteps()
     return LiveSteps()
 
@@ -66,7 +66,7 @@ def peak_tracker(device: torch.device | str, *modules: nn.Module) -> PeakTracker
     if device.type != "cpu":
         return AllocatorPeak(device)
     for module in modules:
-        if compiled := _find_compiled(module):
+        if compiled := find_compiled(module):
             raise PeakUnavailable(
                 f"{compiled} is compiled, and on a CPU the tensors of compiled code cannot be "
                 "followed; measure without `torch.compile`"
@@ -91,7 +91,7 @@ def track_peak(*holders: Any, device: torch.device | str = "cpu") -> Iterator[Pe
         tracker.stop()
 
 
-def _find_compiled(module: nn.Module) -> str | None:
+def find_compiled(module: nn.Module) -> str | None:
     """Name the first compiled part of `module`, as far as it can be seen from outside."""
     for name, part in module.named_modules():
         own = list(vars(part).values())

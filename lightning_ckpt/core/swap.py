@@ -13,7 +13,7 @@ import types
 from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
@@ -36,6 +36,7 @@ class _Checkpointed:
 
 
 _classes: WeakValueDictionary[tuple[type, Action, bool, bool], type] = WeakValueDictionary()
+_plain_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # of those laid over ours
 
 
 def swap_in(block: nn.Module, action: Action, offloads: bool) -> None:
@@ -74,9 +75,11 @@ def plain_class(cls: type) -> type:
         return cls
     if "_plain_class" in vars(cls):
         return cls._plain_class
-    bases = tuple(plain_class(base) for base in cls.__bases__)
-    content = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-    return _new_class(type(cls), cls.__name__, bases, content)
+    if cls not in _plain_classes:
+        bases = tuple(plain_class(base) for base in cls.__bases__)
+        content = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        _plain_classes[cls] = _new_class(type(cls), cls.__name__, bases, content)
+    return _plain_classes[cls]
 
 
 def _set_class(block: nn.Module, cls: type) -> None:

@@ -1,0 +1,208 @@
+"""The fastest plan within a budget for each batch, by its size.
+
+A batch is measured, with every block recomputed, where its plan cannot be known: it is larger in a
+side than all before, or the sizes measured so far do not tell its step (`fitted`). Batches that
+break a record get rare, about as the logarithm of their number, and a fit needs as many sizes as it
+has terms, so few are measured.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
+
+from lightning_ckpt.core.budget import BudgetTooSmall, agreed, plan_within
+from lightning_ckpt.core.costs import Measurement, merged, predict
+from lightning_ckpt.core.fitted import canonical, fitted
+from lightning_ckpt.core.plan import Action, BlockPlan, Plan
+from lightning_ckpt.core.sizes import Size
+
+_MOST_SIZES = 48  # measured, of one structure; then a larger one's plan must do
+_MOST_PLANS = 4096
+_BUCKETS = 32  # in the largest side: a plan serves sizes that are smaller by one bucket
+_NEAR = 1.5  # sides of a measured size that stands for a smaller one, where no fit is possible
+
+
+class Planned(NamedTuple):
+    """A plan for batches of one size and below.
+
+    Attributes:
+        size: the size.
+        plan: the plan.
+        is_free: it computes nothing again.
+    """
+
+    size: Size
+    plan: Plan
+    is_free: bool
+
+
+class _Row(NamedTuple):
+    """A measured size.
+
+    Attributes:
+        size: the size.
+        steps: what was measured; several where blocks came in another order each time.
+        is_settled: it was not the first step of all, which makes buffers and workspaces.
+    """
+
+    size: Size
+    steps: tuple[Measurement, ...]
+    is_settled: bool
+
+
+class PlansBySize:
+    """Plans for batches, learned from those that were measured.
+
+    Args:
+        budget: bytes that the peak of a step may take.
+        notes: sentences for the user that each plan carries.
+    """
+
+    def __init__(self, budget: int, notes: Sequence[str] = ()) -> None:
+        self.budget = budget
+        self._notes = tuple(notes)
+        self._rows: dict[tuple[int, ...], dict[Size, _Row]] = {}
+        self._plans: dict[Size, Plan] = {}
+        self._planned: dict[tuple[int, ...], list[Planned]] = {}
+        self._tail = 0  # the most that the end of a step took, with the optimizer in it
+        self.num_planned = 0  # how often a plan was searched for
+
+    def add(self, found: Sequence[tuple[Size, Measurement]], *, is_settled: bool) -> None:
+        """Learn from steps in which every block was recomputed.
+
+        Args:
+            found: sizes and what was measured.
+            is_settled: whether there were steps before.
+
+        Raises:
+            BudgetTooSmall: no plan fits one of these batches.
+        """
+        self._plans.clear()
+        self._planned.clear()
+        for size, measured in found:
+            step = canonical(measured)
+            rows = self._rows.setdefault(size.structure, {})
+            known = rows.get(size)
+            before = known.steps if known and known.is_settled == is_settled else ()
+            rows[size] = _Row(size, _with(before, step), is_settled)
+            if step.segments[-1].kind == "outside":
+                self._tail = max(self._tail, step.segments[-1].peak)
+        for size, _ in found:
+            self._plans[size] = self._within(size, self._rows[size.structure][size].steps).plan
+
+    def choose(self, size: Size) -> Plan | None:
+        """The plan for a batch of this size; None: measure it."""
+        plan = self._plans.get(size)
+        if plan is None:
+            planned = self._find(size)
+            if planned is None:
+                return None
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[size] = planned.plan
+        return plan
+
+    def largest(self) -> Planned:
+        """The plan for the largest batch that was measured."""
+        rows = [row for rows in self._rows.values() for row in rows.values()]
+        largest = max(rows, key=lambda row: row.size.num_elements)
+        return self._within(largest.size, largest.steps)
+
+    def _find(self, size: Size) -> Planned | None:
+        rows = self._rows.get(size.structure, {})
+        own = rows.get(size)
+        if own is not None and own.is_settled:
+            return self._within(size, own.steps)
+        if not rows or _is_record(size, rows):
+            return None
+        if found := self._near(size, rows) or self._fitted(size, rows):
+            return found
+        if own is not None:
+            return self._within(size, own.steps)
+        return self._above(size, rows)
+
+    def _above(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
+        """The plan of a measured size that is as large in every side, where that is good enough."""
+        larger = [row for row in rows.values() if _is_within(size, row.size)]
+        is_full = len(rows) >= _MOST_SIZES
+        if not larger:
+            return self._recomputed(size, next(iter(rows.values()))) if is_full else None
+        above = min(larger, key=lambda row: row.size.num_elements)
+        planned = self._within(above.size, above.steps)
+        is_enough = planned.is_free or is_full or self._stands_for(above, size, rows)
+        return planned if is_enough else None
+
+    def _recomputed(self, size: Size, row: _Row) -> Planned:
+        step = row.steps[0]
+        blocks = zip(step.names, step.class_names, strict=True)
+        plan = Plan(tuple(BlockPlan(*block, "recompute") for block in blocks), notes=self._notes)
+        return Planned(size, plan, is_free=False)
+
+    def _near(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
+        """What was planned for a size that is larger by less than a bucket."""
+        steps = [max(side) // _BUCKETS for side in zip(*(s.dims for s in rows), strict=True)]
+        sides = (side + step for side, step in zip(size.dims, steps, strict=True))
+        top = size._replace(dims=tuple(sides))
+        near = (
+            planned
+            for planned in self._planned.get(size.structure, ())
+            if _is_within(size, planned.size) and _is_within(planned.size, top)
+        )
+        return next(near, None)
+
+    def _fitted(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
+        settled = [row for row in rows.values() if row.is_settled]
+        if any(len(row.steps) > 1 for row in settled):
+            return None
+        step = fitted([row.size for row in settled], [row.steps[0] for row in settled], size)
+        if step is None:
+            return None
+        try:
+            planned = self._within(size, (step,))
+        except BudgetTooSmall:  # by its margins: the plan of a larger one, or measure
+            return None
+        self._planned.setdefault(size.structure, []).append(planned)
+        return planned
+
+    def _stands_for(self, above: _Row, size: Size, rows: dict[Size, _Row]) -> bool:
+        """Whether a measured size may stand for a smaller one: where no fit will come."""
+        steps = [step for row in rows.values() for step in row.steps]
+        is_near = all(a <= _NEAR * b for a, b in zip(above.size.dims, size.dims, strict=True))
+        return is_near and merged(steps) is None
+
+    def _within(self, size: Size, steps: Sequence[Measurement]) -> Planned:
+        self.num_planned += 1
+        steps = [self._with_tail(step) for step in steps]
+        try:
+            step, actions = agreed(steps, [self.budget], get_args(Action))
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(error.budget, error.least, error.terms, str(size)) from None
+        plan = plan_within(self.budget, step, actions)
+        notes = (*self._notes, *plan.notes)
+        is_free = not predict(step, actions).recompute_seconds
+        return Planned(size, Plan(plan.blocks, plan.every_n, notes), is_free)
+
+    def _with_tail(self, step: Measurement) -> Measurement:
+        """The optimizer does not step in each micro-batch, and what it takes goes by no size."""
+        *segments, last = step.segments
+        if last.kind == "outside":
+            last = last._replace(peak=max(last.peak, self._tail))
+        return step._replace(segments=(*segments, last))
+
+
+def _with(before: Sequence[Measurement], step: Measurement) -> tuple[Measurement, ...]:
+    """What is known of a size, and one step more: one as large as both where they are alike."""
+    for index, known in enumerate(before):
+        if (both := merged([known, step])) is not None:
+            return *before[:index], both, *before[index + 1 :]
+    return *before, step
+
+
+def _is_within(size: Size, other: Size) -> bool:
+    return all(a <= b for a, b in zip(size.dims, other.dims, strict=True))
+
+
+def _is_record(size: Size, rows: dict[Size, _Row]) -> bool:
+    """Whether a side is longer than all that were measured."""
+    return any(
+        side > max(sides) for side, *sides in zip(size.dims, *(s.dims for s in rows), strict=True)
+    )

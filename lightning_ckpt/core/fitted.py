@@ -1,0 +1,126 @@
+"""What a step of a size that was not measured costs, from steps of other sizes that were.
+
+Each number of a `Measurement` is a sum of the features of the batch's size, so the step of a size
+whose features are a weighted sum of those of measured sizes is the same weighted sum of their
+steps. (That is least squares; the weights also tell how much an error would grow.)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_ckpt.core.costs import Measurement, Segment, merged
+from lightning_ckpt.core.sizes import Size, features
+
+_MOST_WEIGHT = 4.0  # the sum of the weights' amounts: 1 between two sizes, large far from all
+_SPARE = 3  # measured sizes beyond those that a fit needs, where it is not exact
+_SAFETY = 2.0  # times the largest residual
+
+
+def fitted(sizes: Sequence[Size], steps: Sequence[Measurement], size: Size) -> Measurement | None:
+    """The step of a batch of this size, in bytes rather too large than too small.
+
+    Args:
+        sizes: those that were measured, all of one structure.
+        steps: what was measured, as `canonical` gives it.
+        size: within the range of those; below it, it is taken as large as the smallest.
+
+    Returns:
+        The step, with the seconds of the nearest measured size, since they need only rank the
+        actions; None: more sizes must be measured first.
+    """
+    if not sizes or merged(steps) is None:
+        return None
+    sides = np.array([each.dims for each in sizes]).reshape(len(sizes), -1)
+    low, high, own = sides.min(axis=0), sides.max(axis=0), np.array(size.dims, int)
+    if (own > high).any() or (own < low / 2).any():
+        return None
+    lifted = size._replace(dims=tuple(np.maximum(own, low).tolist()))
+    table = features([*sizes, lifted])
+    rows, row = table[:-1], table[-1]
+    weights, _, rank, _ = np.linalg.lstsq(rows.T, row, rcond=None)
+    is_spanned = np.abs(weights @ rows - row).max() < 1e-6
+    if not is_spanned or np.abs(weights).sum() > _MOST_WEIGHT or len(sizes) <= rank:
+        return None
+    nearest = min(range(len(sizes)), key=lambda i: abs(sizes[i].num_elements - size.num_elements))
+    return _weighted(steps, rows, weights, len(sizes) - int(rank), nearest)
+
+
+def _weighted(
+    steps: Sequence[Measurement],
+    rows: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    spare: int,
+    nearest: int,
+) -> Measurement | None:
+    leaves: list[Sequence[Any]] = []
+    try:
+        _combined(steps, leaves.append)
+    except _UnlikeError:
+        return None
+    if not leaves:
+        return steps[0]
+    values = np.array(leaves, float).T  # (sizes, numbers)
+    coefficients = np.linalg.lstsq(rows, values, rcond=None)[0]
+    residuals = np.abs(values - rows @ coefficients).max(axis=0)
+    residuals[residuals < np.maximum(0.5, 1e-10 * np.abs(values).max(axis=0))] = 0
+    is_bytes = [isinstance(same[0], int) for same in leaves]
+    if residuals[is_bytes].any() and spare < _SPARE:
+        return None
+    margins = _SAFETY * np.abs(weights).sum() * residuals
+    numbers = iter(np.ceil(np.maximum(0, weights @ values + margins) - 0.01).astype(np.int64))
+    chosen = iter(
+        [
+            int(n) if by_bytes else same[nearest]
+            for n, by_bytes, same in zip(numbers, is_bytes, leaves, strict=True)
+        ]
+    )
+    made: Measurement = _combined(steps, lambda _: next(chosen))
+    return made
+
+
+class _UnlikeError(ValueError):
+    """Steps that are not made of the same parts."""
+
+
+def _combined(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> Any:
+    """Plain data of the same shape as one: with `combine` of the numbers that are not all equal."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _combined([value[key] for value in values], combine) for key in first}
+    if isinstance(first, tuple):
+        items = [_combined(same, combine) for same in zip(*values, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+    if all(value == first for value in values):
+        return first
+    if not all(isinstance(value, (int, float)) for value in values):
+        raise _UnlikeError
+    return combine(values)
+
+
+def canonical(step: Measurement) -> Measurement:
+    """The same, with a number of segments that does not go by when results die or gradients are let
+    go: what lies outside of blocks between two computations of blocks is one segment, or two before
+    a recompute, of which the last counts by itself. Nothing is lost by that."""
+    return step._replace(segments=tuple(_canonical(step.segments)))
+
+
+def _canonical(segments: Sequence[Segment]) -> Iterator[Segment]:
+    runs = [list(run) for _, run in groupby(segments, key=lambda segment: segment.kind)]
+    for index, run in enumerate(runs):
+        if run[0].kind != "outside":
+            yield from run
+            continue
+        is_before_recompute = index + 1 < len(runs) and runs[index + 1][0].kind == "recompute"
+        if is_before_recompute:
+            yield _joined(run[:-1] or [run[0]._replace(peak=run[0].start)])
+            yield run[-1]
+        else:
+            yield _joined(run)
+
+
+def _joined(run: Sequence[Segment]) -> Segment:
+    return run[0]._replace(peak=max(segment.peak for segment in run))
