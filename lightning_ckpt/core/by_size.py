@@ -63,6 +63,7 @@ class PlansBySize:
         self._rows: dict[tuple[int, ...], dict[Size, _Row]] = {}
         self._plans: dict[Size, Plan] = {}
         self._planned: dict[tuple[int, ...], list[Planned]] = {}
+        self._measured: dict[Size, Planned] = {}
         self._tail = 0  # the most that the end of a step took, with the optimizer in it
         self.num_planned = 0  # how often a plan was searched for
 
@@ -78,6 +79,7 @@ class PlansBySize:
         """
         self._plans.clear()
         self._planned.clear()
+        self._measured.clear()
         for size, measured in found:
             step = canonical(measured)
             rows = self._rows.setdefault(size.structure, {})
@@ -87,7 +89,7 @@ class PlansBySize:
             if step.segments[-1].kind == "outside":
                 self._tail = max(self._tail, step.segments[-1].peak)
         for size, _ in found:
-            self._plans[size] = self._within(size, self._rows[size.structure][size].steps).plan
+            self._of(self._rows[size.structure][size])
 
     def choose(self, size: Size) -> Plan | None:
         """The plan for a batch of this size; None: measure it."""
@@ -105,29 +107,29 @@ class PlansBySize:
         """The plan for the largest batch that was measured."""
         rows = [row for rows in self._rows.values() for row in rows.values()]
         largest = max(rows, key=lambda row: row.size.num_elements)
-        return self._within(largest.size, largest.steps)
+        return self._of(largest)
 
     def _find(self, size: Size) -> Planned | None:
         rows = self._rows.get(size.structure, {})
         own = rows.get(size)
         if own is not None and own.is_settled:
-            return self._within(size, own.steps)
+            return self._of(own)
         if not rows or _is_record(size, rows):
             return None
         if found := self._near(size, rows) or self._fitted(size, rows):
             return found
         if own is not None:
-            return self._within(size, own.steps)
+            return self._of(own)
         return self._above(size, rows)
 
     def _above(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
         """The plan of a measured size that is as large in every side, where that is good enough."""
-        larger = [row for row in rows.values() if _is_within(size, row.size)]
+        larger = [r for r in rows.values() if r.is_settled and _is_within(size, r.size)]
         is_full = len(rows) >= _MOST_SIZES
         if not larger:
             return self._recomputed(size, next(iter(rows.values()))) if is_full else None
         above = min(larger, key=lambda row: row.size.num_elements)
-        planned = self._within(above.size, above.steps)
+        planned = self._of(above)
         is_enough = planned.is_free or is_full or self._stands_for(above, size, rows)
         return planned if is_enough else None
 
@@ -138,14 +140,15 @@ class PlansBySize:
         return Planned(size, plan, is_free=False)
 
     def _near(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
-        """What was planned for a size that is larger by less than a bucket."""
+        """What was planned for a size that is larger by less than a bucket, or by more where that
+        plan computes nothing again."""
         steps = [max(side) // _BUCKETS for side in zip(*(s.dims for s in rows), strict=True)]
         sides = (side + step for side, step in zip(size.dims, steps, strict=True))
         top = size._replace(dims=tuple(sides))
         near = (
             planned
             for planned in self._planned.get(size.structure, ())
-            if _is_within(size, planned.size) and _is_within(planned.size, top)
+            if _is_within(size, planned.size) and (planned.is_free or _is_within(planned.size, top))
         )
         return next(near, None)
 
@@ -168,6 +171,12 @@ class PlansBySize:
         steps = [step for row in rows.values() for step in row.steps]
         is_near = all(a <= _NEAR * b for a, b in zip(above.size.dims, size.dims, strict=True))
         return is_near and merged(steps) is None
+
+    def _of(self, row: _Row) -> Planned:
+        """The plan for a measured size."""
+        if row.size not in self._measured:
+            self._measured[row.size] = self._within(row.size, row.steps)
+        return self._measured[row.size]
 
     def _within(self, size: Size, steps: Sequence[Measurement]) -> Planned:
         self.num_planned += 1

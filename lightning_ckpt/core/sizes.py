@@ -1,6 +1,7 @@
 """How large a batch is, and what of that the bytes of a training step may go by."""
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import combinations_with_replacement, pairwise
 from math import prod
@@ -88,7 +89,7 @@ def _shapes(value: Any, depth: int) -> Iterator[tuple[int, ...]]:
     elif isinstance(value, (dict, Mapping)):  # the first is quickly told
         for item in value.values():
             yield from _shapes(item, depth - 1)
-    elif isinstance(value, (list, tuple, Set)):
+    elif isinstance(value, (list, tuple, deque, Set)):
         for item in value:
             yield from _shapes(item, depth - 1)
     elif is_opaque(value):
