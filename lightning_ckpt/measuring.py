@@ -12,8 +12,8 @@ from lightning_ckpt.core.clock import Clock
 from lightning_ckpt.core.costs import Measurement
 from lightning_ckpt.core.measure import Mark, StepRecorder
 from lightning_ckpt.core.memory import peak_tracker
-from lightning_ckpt.core.recompute import watching
 from lightning_ckpt.core.sizes import Size
+from lightning_ckpt.core.watchers import watching
 
 
 class MeasuredBatch:

@@ -30,7 +30,7 @@ from lightning_ckpt.core.loss import model_loss, training_step_loss, why_no_trai
 from lightning_ckpt.core.measure import StepRecorder
 from lightning_ckpt.core.peak import PeakTracker
 from lightning_ckpt.core.plan import Action, BlockPlan, Plan, every_n_plan
-from lightning_ckpt.core.recompute import watching
+from lightning_ckpt.core.watchers import watching
 
 Step = Callable[[nn.Module, Any], Any]
 _NUM_FRONT = 24  # budgets between the least and plain training's need

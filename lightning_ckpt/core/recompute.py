@@ -32,7 +32,6 @@ from lightning_ckpt.core.saving import Contexts, Saving, contexts
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
 from lightning_ckpt.core.watchers import Phase, Watch, Watched, watches
-from lightning_ckpt.core.watchers import watching as watching
 
 Forward = Callable[..., Any]
 

@@ -20,7 +20,7 @@ from lightning_ckpt.core.costs import Measurement, choices, predict
 from lightning_ckpt.core.measure import StepRecorder
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 from lightning_ckpt.core.mode_stack import StackedMode
-from lightning_ckpt.core.recompute import watching
+from lightning_ckpt.core.watchers import watching
 
 DIM = 32
 ACTIONS = ["keep", "recompute", "recompute_saving", "recompute_saving_attention"]

@@ -27,7 +27,7 @@ from lightning_ckpt import (
     PartialCheckpointStrategy,
     PeakMemoryMonitor,
 )
-from lightning_ckpt.core import mode_stack, recompute
+from lightning_ckpt.core import mode_stack, watchers
 from lightning_ckpt.core.budget import BudgetTooSmall
 from lightning_ckpt.core.live_bytes import LiveBytes
 from lightning_ckpt.core.measure import UNNAMED as BUCKETS
@@ -183,7 +183,7 @@ def test_a_small_budget_names_the_least_that_would_do(ends: tuple[int, int]) -> 
     least = int(re.findall(r"\((\d+) bytes\)", str(caught.value))[0])
     assert ends[0] <= least <= 1.03 * ends[0]
     assert mode_stack._entered == []
-    assert recompute._watcher is None
+    assert watchers._watchers == []
     _, peaks = train(PartialCheckpoint(budget=least))
     assert max(peaks.peaks) <= least
 
@@ -252,7 +252,7 @@ def test_after_an_exception_nothing_is_left() -> None:
     with pytest.raises(RuntimeError, match="in the measured step"):
         trainer.fit(model, loader())
     assert mode_stack._entered == []
-    assert recompute._watcher is None
+    assert watchers._watchers == []
     assert len(trainer.callbacks) == 1  # type: ignore[attr-defined]
     assert all(type(layer) is MlpBlock for layer in model.layers)
 
