@@ -662,7 +662,9 @@ def test_nothing_grows_over_a_thousand_steps(no_cycles: None) -> None:
     # The thread may be in the middle of a copy whose graph was dropped, and was not at first.
     assert taken_after <= taken + 4096
     grown = {k: n - before.get(k, 0) for k, n in after.items()}
-    assert {k: n for k, n in grown.items() if n > 0} == {}
+    # Each kind of step came 200 times. A few objects more are what the thread is at, and what died
+    # since somebody looked.
+    assert {k: n for k, n in grown.items() if n > 50} == {}
 
 
 def _objects() -> dict[str, int]:
