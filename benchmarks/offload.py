@@ -6,8 +6,9 @@
 
 A Llama of the Transformers library, every block checkpointed. Steps of all rows are taken in turn
 in one process; times are ratios of medians to the same plan without offload. On a CPU the target
-is "disk" (a file in --directory, page cache warm), on a device "host", and there stand beside it
-what Transformers and TRL offer, with the same blocks checkpointed.
+is "disk" (a file in --directory, page cache warm), on a device "host" and "disk" by way of pinned
+memory, and there stand beside them what Transformers and TRL offer, with the same blocks
+checkpointed.
 
 `freed` is how many bytes less are held between forward and backward, as a share of what the
 arithmetic says: (blocks - keep_last) x bytes of one block's input. `gradients` are compared bit by
@@ -20,7 +21,7 @@ import copy
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -102,15 +103,20 @@ def theirs(model: nn.Module, library: str, expected: int) -> Row:
     return Row(own, lambda: manager, lambda: None, expected, lambda: None)
 
 
+def configs_for(device: torch.device, directory: str | None) -> Iterator[tuple[str, OffloadConfig]]:
+    """What is measured of ours, by the names of the rows."""
+    for keep_last in (1, 0):
+        if device.type != "cpu":
+            yield f"host, keep_last={keep_last}", OffloadConfig("host", keep_last=keep_last)
+        disk = OffloadConfig("disk", directory=directory, keep_last=keep_last)
+        yield f"disk, keep_last={keep_last}", disk
+
+
 def rows_for(model: nn.Module, device: torch.device, directory: str | None, size: int) -> Any:
     rows = {"no offload": ours(model, False, size)}
+    rows |= {name: ours(model, config, size) for name, config in configs_for(device, directory)}
     if device.type == "cpu":
-        for keep_last in (1, 0):
-            config = OffloadConfig("disk", directory=directory, keep_last=keep_last)
-            rows[f"disk, keep_last={keep_last}"] = ours(model, config, size)
         return rows
-    for keep_last in (1, 0):
-        rows[f"host, keep_last={keep_last}"] = ours(model, OffloadConfig(keep_last=keep_last), size)
     blocks = model.config.num_hidden_layers
     rows["Transformers offload=True"] = theirs(model, "transformers", blocks * size)
     if importlib.util.find_spec("trl"):
@@ -153,7 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     for name in ("blocks", "width", "batch", "length"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--directory", help="of the file, on a CPU")
+    parser.add_argument("--directory", help="of the file")
     options = parser.parse_args()
     device = torch.device(options.device)
     *numbers, dtype = SHAPES["cpu" if device.type == "cpu" else "cuda"]

@@ -57,6 +57,10 @@ class FakeStream:
     def query(self) -> bool:
         return not self._work
 
+    def synchronize(self) -> None:
+        while self._work:
+            assert sum(stream.step() for stream in self.gpu.streams), "it would wait for ever"
+
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
         event.gpu = self.gpu

@@ -109,6 +109,17 @@ def test_time_that_the_device_waited_is_counted() -> None:
         assert target.asked_bytes == 400
 
 
+def test_who_settles_waits_for_the_device() -> None:
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        target = HostTarget(PinnedPool(2**20, pin=False))
+        scheduler = Scheduler(target, prefetch=0, keep_last=0)
+        place = scheduler.save(scheduler.open_call(), torch.zeros(100))
+        scheduler.settle()
+        assert place.slot.source.tensor is None
+        assert target.moved()[0].num_bytes == 400
+
+
 def test_copies_that_have_ended_are_timed() -> None:
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):

@@ -130,6 +130,7 @@ def test_memory_between_device_and_file_has_a_bound(num_rooms: int) -> None:
             training.forward()
         assert made.pool.most_used == num_rooms * NUM_BYTES
         assert made.most_plain == (not num_rooms)
+        assert made.target.staged_bytes() == (num_rooms * NUM_BYTES, made.pool.pinned)
         for _ in range(20):
             training.backward(-1)
         assert made.most_plain == (not num_rooms)
@@ -192,6 +193,24 @@ def test_a_failed_write_is_raised_where_its_bytes_are_asked_for(
         monkeypatch.setattr(os, "pwrite", no_space)
         with pytest.raises(OSError, match="could not write"):
             training.backward(-1)
+
+
+def test_who_settles_waits_for_the_file_and_hears_of_a_failed_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with machine() as made:
+        training = Training(made, made.target, 1, 0)
+        training.forward()
+        training.scheduler.settle()
+        (write,) = made.worker.jobs
+        assert write.has_ended()
+        assert made.target.moved()[0].num_bytes == NUM_BYTES
+        training.forward()
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwrite", no_space)
+            with pytest.raises(OSError, match="could not write"):
+                training.scheduler.settle()
+        training.scheduler.settle()  # one error, once
 
 
 def test_a_failed_write_that_nobody_needs_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +315,7 @@ def test_the_stage_is_small_unless_the_user_says_more(
     made = make_offloader(OffloadConfig("disk", max_host_bytes=said), nn.Linear(1, 1))
     assert made is not None
     assert isinstance(made._target, StagedTarget)
-    assert made._target._stage._pool._max_bytes == expected
+    assert made._target._stage.pool._max_bytes == expected
 
 
 def test_without_a_device_there_is_no_stage() -> None:

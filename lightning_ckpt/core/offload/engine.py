@@ -108,7 +108,7 @@ class Offloader:
             return self._report(self._scheduler.counts, *self._target.moved())
 
     def _report(self, counts: Counts, out_link: Moved, in_link: Moved) -> OffloadReport:
-        stayed = dict(self._stayed)
+        stayed, staged = dict(self._stayed), self._target.staged_bytes()
         if counts.no_room_bytes:
             stayed["no room at the target"] = counts.no_room_bytes
         return OffloadReport(
@@ -118,6 +118,8 @@ class Offloader:
             stayed_bytes=stayed,
             asked_bytes=self._target.asked_bytes,
             taken_bytes=self._target.taken_bytes,
+            staged_asked_bytes=staged[0],
+            staged_taken_bytes=staged[1],
             num_ahead=counts.num_ahead,
             num_on_demand=counts.num_on_demand,
             seconds_waited=counts.seconds_waited + self._target.seconds_waited(),

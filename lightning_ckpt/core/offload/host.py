@@ -29,6 +29,9 @@ class HostTarget(Target):
             if stream.query():
                 _arriving.pop(key, None)
 
+    def settle(self) -> None:
+        self._streams.settle()
+
     def seconds_waited(self) -> float:
         return self._streams.seconds_waited()
 

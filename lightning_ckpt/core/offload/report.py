@@ -42,6 +42,9 @@ class OffloadReport:
         num_ahead: storages fetched before backward asked for them.
         num_on_demand: storages fetched when backward asked for them.
         seconds_waited: time that the compute waited for a copy.
+        staged_asked_bytes: for "disk" on a device: the most bytes that were in pinned host memory
+            at once, on their way to the file or back.
+        staged_taken_bytes: the pinned memory that was taken for them.
         out_link: the copies out that have ended, and the time that they themselves took (for
             "disk" on a device: from pinned memory to the file).
         in_link: the same of the copies back.
@@ -58,6 +61,8 @@ class OffloadReport:
     num_on_demand: int = 0
     seconds_waited: float = 0.0
     peak: PeakMoment | None = None
+    staged_asked_bytes: int = 0
+    staged_taken_bytes: int = 0
     out_link: Moved = field(default_factory=Moved)
     in_link: Moved = field(default_factory=Moved)
 
@@ -83,13 +88,19 @@ class OffloadReport:
 
     def _moved(self) -> list[str]:
         place = "pinned host memory" if self.target == "host" else "the file"
-        return [
+        lines = [
             f"{_mib(self.out_bytes)} moved to {self.target}, {_mib(self.in_bytes)} back "
             f"({self.num_ahead} fetched ahead, {self.num_on_demand} on demand); the compute waited "
             f"{self.seconds_waited * 1000:.1f} ms for copies",
             f"at most {_mib(self.asked_bytes)} were elsewhere at once; {place} took "
             f"{_mib(self.taken_bytes)}",
         ]
+        if self.staged_taken_bytes:
+            lines.append(
+                f"at most {_mib(self.staged_asked_bytes)} were in pinned host memory at once, on "
+                f"their way; it took {_mib(self.staged_taken_bytes)}"
+            )
+        return lines
 
 
 def _sentence_of(moment: PeakMoment, most_away: int) -> str:

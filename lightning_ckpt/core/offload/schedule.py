@@ -146,6 +146,7 @@ class Scheduler:
         """
         with self.lock:
             self._leaving.settle()
+            self._target.settle()
 
     def away_bytes(self) -> int:
         """How much of this wave is at the target only."""

@@ -18,7 +18,6 @@ The host reads and writes buffers as well, so the order of a stream does not pro
 
 import weakref
 from collections import deque
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -56,6 +55,12 @@ class StagedTarget(Target):
         self._stage.add_write(write.job, parcel)
         return parcel
 
+    def settle(self) -> None:
+        self._stage.settle()
+
+    def staged_bytes(self) -> tuple[int, int]:
+        return self._stage.pool.most_used, self._stage.pool.pinned
+
     def seconds_waited(self) -> float:
         return self._streams.seconds_waited()
 
@@ -76,14 +81,14 @@ class _Stage:
     """The buffers, and what goes on with them. Used under the scheduler's lock."""
 
     def __init__(self, pool: PinnedPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._copies: list[tuple[torch.Event, Room]] = []  # of devices
         self._writes: deque[tuple[Job, weakref.ref[Parcel]]] = deque()
 
     def take(self, num_bytes: int, device: torch.device) -> Room:
         while True:
             self._copies = [copy for copy in self._copies if not copy[0].query()]
-            room = self._pool.take(num_bytes, device)
+            room = self.pool.take(num_bytes, device)
             if room is not None:
                 return room
             if not (self._wait_for_write() or self._wait_for_copy()):
@@ -111,12 +116,21 @@ class _Stage:
                 self._writes.clear()
                 raise job.error
 
+    def settle(self) -> None:
+        """Wait for all writes.
+
+        Raises:
+            OSError: one failed that somebody needs.
+        """
+        while self._wait_for_write():
+            pass
+        self.check_writes()
+
     def _wait_for_write(self) -> bool:
         """Wait for a write under way; whether there was one. Errors are for whoever needs it."""
         job = next((job for job, _ in self._writes if not job.has_ended()), None)
         if job is not None:
-            with suppress(OSError):
-                job.wait()
+            job.run()
         return job is not None
 
     def _wait_for_copy(self) -> bool:

@@ -66,6 +66,11 @@ class Streams:
         self._sum_up()
         return current, copied
 
+    def settle(self) -> None:
+        """Wait until all copies have ended."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def seconds_waited(self) -> float:
         self._sum_up()
         return self._milliseconds / 1000

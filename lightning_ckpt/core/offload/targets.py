@@ -132,6 +132,19 @@ class Target(ABC):
         """Let go of memory of the device that nobody needs any more. Called often."""
         return  # most hold none
 
+    def settle(self) -> None:
+        """Wait until every copy out has come to its end.
+
+        Raises:
+            OSError: one failed that somebody needs.
+        """
+        return  # the parcels' `finish` says it all
+
+    def staged_bytes(self) -> tuple[int, int]:
+        """Pinned memory on the way to the place: the most that was in use at once, and what was
+        taken for it."""
+        return 0, 0
+
     def seconds_waited(self) -> float:
         """Time that the device waited for copies, as far as it is known by now."""
         return 0.0
