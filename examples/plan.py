@@ -6,8 +6,8 @@
     python examples/plan.py picture=plans.png
 
 The model is built on the meta device, so it takes no memory; one batch of the data says the shapes.
-Prints a table of peak memory against step time (plain training is 1): for each interval, for the
-planner's front, and for its choice within each budget.
+Prints a table of peak memory against step time (plain training is 1): for intervals, for the
+planner's front (`all_rows=true`: all of both), and for its choice within each budget.
 """
 
 import hydra
@@ -32,9 +32,10 @@ def main(config: DictConfig) -> None:
     with torch.device("meta"):
         model = instantiate(config.model)
     found = estimate(model, batch, config.budgets)
-    print_estimate(found)
+    print_estimate(found, all_rows=config.all_rows)
     if config.picture:
         draw_estimate(found, config.picture)
+        print(f"Picture: {config.picture}")
 
 
 if __name__ == "__main__":

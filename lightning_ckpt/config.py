@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
@@ -293,6 +294,7 @@ def check(config: DictConfig) -> None:
             contradict one another; the message names the key.
     """
     _check_pair(config)
+    _check_budget(config)
     for group in ("checkpoint", "strategy", "trainer", "model", "data"):
         _check_values(group, config.get(group))
     for key, node in _targets(config):
@@ -335,6 +337,21 @@ def _check_values(group: str, node: DictConfig | None) -> None:
         schema(**{field.name: values[field.name] for field in fields(schema)})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{group}.{error}") from None
+
+
+def _check_budget(config: DictConfig) -> None:
+    """A share of a device's memory needs a device."""
+    accelerator = (config.get("trainer") or {}).get("accelerator")
+    is_cpu = accelerator == "cpu" or (
+        accelerator == "auto" and not torch.accelerator.is_available()
+    )
+    for group in ("checkpoint", "strategy"):
+        budget = (config.get(group) or {}).get("budget")
+        if is_cpu and (budget == "auto" or isinstance(budget, float)):
+            raise ValueError(
+                f"{group}.budget={budget} is of a device's memory, and this is cpu; give bytes, "
+                f"such as {group}.budget=4GiB"
+            )
 
 
 def _check_pair(config: DictConfig) -> None:

@@ -1,7 +1,6 @@
 """A plan over one fit: what the callback and the strategies share."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -35,7 +34,7 @@ from lightning_ckpt.core.offload import (
 from lightning_ckpt.core.peak import PeakUnavailable
 from lightning_ckpt.core.plan import Plan, check_every_n, read_plan
 from lightning_ckpt.ranks import from_all_ranks
-from lightning_ckpt.summary import print_offload, print_plan
+from lightning_ckpt.summary import print_measuring, print_offload, print_plan
 
 _FAILED = "failed: "  # begins the report of a rank that has no plan
 
@@ -198,10 +197,9 @@ class FitPlan:
         if self.handle is None:
             return
         if self.budget is not None and (self._batches is None or not self._batches.is_planned):
-            note = f"for the step that is measured; then follows the plan for budget={self.budget}"
-            print_plan(replace(self.handle.plan, notes=(*self.handle.plan.notes, note)))
+            print_measuring(self.handle.plan, self.budget)
             return
-        print_plan(self.handle.plan)
+        print_plan(self.handle.plan, after_progress=self.budget is not None)
         for logger in trainer.loggers:
             logger.log_hyperparams({"partial_checkpoint": _metadata(self.handle.plan)})
 

@@ -175,4 +175,5 @@ def draw_estimate(estimate: Estimate, path: str | PathLike[str]) -> None:
     axes.set_ylabel("step time, plain training = 1")
     axes.legend()
     axes.grid(alpha=0.3)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -1,6 +1,6 @@
 """What a person reads in the terminal: the one file that prints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -9,98 +9,107 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ckpt.core.budget import format_bytes
-from lightning_ckpt.core.estimate import Estimate, Point
+from lightning_ckpt.core.estimate import Estimate
 from lightning_ckpt.core.offload import OffloadReport
 from lightning_ckpt.core.plan import BlockPlan, Plan
 from lightning_ckpt.core.report import Difference, Report
+from lightning_ckpt.rows import estimate_rows, short_names, split_name
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: Plan, console: Console | None = None, *, after_progress: bool = False) -> None:
     """Print what happens to the blocks, one row for each run of blocks of one class; where the plan
     was not made from an interval, one for each action in it.
 
     Args:
         plan: the plan in force.
         console: where to print; a terminal of the usual kind by default.
+        after_progress: begin on a line of its own, below a progress bar.
     """
     console = console or Console()
-    table = _interval_table(plan) if plan.every_n else _action_table(plan)
+    if after_progress and console.is_terminal:
+        console.print()
     console.print(_title(plan), style="bold", markup=False, highlight=False)
-    console.print(table)
+    console.print(_plan_table(plan))
     for note in plan.notes:
         print_note(note, console)
 
 
-def _interval_table(plan: Plan) -> Table:
+def print_measuring(plan: Plan, budget: Any, console: Console | None = None) -> None:
+    """Print, in one line, that the first step is only measured.
+
+    Args:
+        plan: of that step.
+        budget: in the user's word.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    text = (
+        f"PartialCheckpoint: the first step recomputes all {len(plan)} blocks, to plan for {budget}"
+    )
+    (console or Console()).print(text, style="bold", markup=False, highlight=False)
+
+
+def _plan_table(plan: Plan) -> Table:
     table = Table()
-    table.add_column("Block class")
-    table.add_column("Recomputed", justify="right")
+    table.add_column("Block class", overflow="fold")
+    table.add_column("Recomputed", justify="right" if plan.every_n else "left")
+    if not plan.every_n:
+        table.add_column("Blocks", justify="right")
     table.add_column("Which", overflow="fold")
-    table.add_column("Saved tensors wait")
+    if plan.offload:
+        table.add_column("Saved tensors wait")
     for (_, class_name), group in groupby(plan, key=_family):
-        blocks = list(group)
-        recomputed = [block for block in blocks if block.action != "keep"]
-        table.add_row(
-            class_name,
-            f"{len(recomputed)} of {len(blocks)}",
-            short_names([block.name for block in recomputed]),
-            _waiting_place(blocks),
-        )
+        for cells, blocks in (_interval_rows if plan.every_n else _action_rows)(list(group)):
+            table.add_row(class_name, *cells, *([_waiting_place(blocks)] if plan.offload else []))
     return table
 
 
-def _action_table(plan: Plan) -> Table:
-    table = Table()
-    table.add_column("Block class")
-    table.add_column("In backward")
-    table.add_column("Blocks", justify="right")
-    table.add_column("Which", overflow="fold")
-    table.add_column("Saved tensors wait")
-    for (_, class_name), group in groupby(plan, key=_family):
-        blocks = list(group)
-        for action, what in _ACTIONS.items():
-            same = [block for block in blocks if block.action == action]
-            if same:
-                names = short_names([block.name for block in same])
-                table.add_row(class_name, what, str(len(same)), names, _waiting_place(same))
-    return table
+_Rows = Iterator[tuple[tuple[str, ...], list[BlockPlan]]]
 
 
-_ACTIONS = {
-    "keep": "kept",
-    "recompute": "recomputed",
-    "recompute_saving": "recomputed but for attention and products",
-    "recompute_saving_attention": "recomputed but for attention",
+def _interval_rows(blocks: list[BlockPlan]) -> _Rows:
+    recomputed = [block for block in blocks if block.action != "keep"]
+    names = short_names([block.name for block in recomputed])
+    yield (f"{len(recomputed)} of {len(blocks)}", names), blocks
+
+
+def _action_rows(blocks: list[BlockPlan]) -> _Rows:
+    for action, what in _ACTIONS.items():
+        if same := [block for block in blocks if block.action == action]:
+            yield (what, str(len(same)), short_names([block.name for block in same])), same
+
+
+_ACTIONS = {  # what of a block is computed again
+    "keep": "nothing",
+    "recompute": "everything",
+    "recompute_saving_attention": "all but attention",
+    "recompute_saving": "only pointwise",
 }
 
 
-def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
+def print_estimate(
+    estimate: Estimate, console: Console | None = None, *, all_rows: bool = False
+) -> None:
     """Print what plans are predicted to cost: intervals, the planner's front, and the choices for
     budgets.
 
     Args:
         estimate: from `lightning_ckpt.estimate`.
         console: where to print; a terminal of the usual kind by default.
+        all_rows: each interval and each plan of the front, of which else some are shown.
     """
+    console = console or Console()
     table = Table()
     table.add_column("Plan")
-    table.add_column("Blocks recomputed", justify="right")
-    table.add_column("Peak", justify="right")
-    table.add_column("Step time", justify="right")
-    for points in (estimate.every_n, estimate.front, estimate.budgets):
-        for point in points:
-            table.add_row(*_cells(point))
+    for title in ("Recomputed", "In part", "Kept", "Peak", "Step time"):
+        table.add_column(title, justify="right")
+    parts, left_out = estimate_rows(estimate, all_rows)
+    for rows in parts:
+        for row in rows:
+            table.add_row(*row)
         table.add_section()
-    (console or Console()).print(table)
-
-
-def _cells(point: Point) -> tuple[str, str, str, str]:
-    peak = format_bytes(point.peak, up=True)
-    if point.plan is None:
-        return point.label, "-", f"needs {peak}", "-"
-    blocks = f"{point.plan.num_recomputed} of {len(point.plan)}"
-    return point.label, blocks, peak, f"{point.relative_time:.3f}"
+    console.print(table)
+    if left_out:
+        console.print(f"{left_out} more rows with all_rows=True", markup=False, highlight=False)
 
 
 def print_note(note: str, console: Console | None = None) -> None:
@@ -197,15 +206,6 @@ def _counts(report: Report) -> str:
     )
 
 
-def short_names(names: Sequence[str]) -> str:
-    """Shorten names that differ by a number: `layers.0, layers.4` becomes `layers.{0,4}`."""
-    parts = (_split(name) for name in names)
-    return ", ".join(
-        _braces(prefix, [number for _, number in group])
-        for prefix, group in groupby(parts, key=lambda part: part[0])
-    )
-
-
 def _title(plan: Plan) -> str:
     interval = f" (every_n={plan.every_n})" if plan.every_n else ""
     return (
@@ -215,7 +215,7 @@ def _title(plan: Plan) -> str:
 
 
 def _family(block: BlockPlan) -> tuple[str, str]:
-    return _split(block.name)[0], block.class_name
+    return split_name(block.name)[0], block.class_name
 
 
 def _waiting_place(blocks: Sequence[BlockPlan]) -> str:
@@ -227,35 +227,6 @@ def _waiting_place(blocks: Sequence[BlockPlan]) -> str:
     if len({place for place, _ in places}) == 1:
         return places.pop()[0]
     return ", ".join(f"{place} ({kind})" for place, kind in sorted(places))
-
-
-def _split(name: str) -> tuple[str, str]:
-    """`encoder.layers.3` -> (`encoder.layers`, `3`); a name without a number has none."""
-    prefix, _, last = name.rpartition(".")
-    return (prefix, last) if last.isdigit() else (name, "")
-
-
-def _braces(prefix: str, numbers: list[str]) -> str:
-    if numbers == [""]:
-        return prefix
-    dot = "." if prefix else ""
-    if len(numbers) == 1:
-        return f"{prefix}{dot}{numbers[0]}"
-    return f"{prefix}{dot}{{{','.join(_ranges([int(number) for number in numbers]))}}}"
-
-
-def _ranges(numbers: list[int]) -> list[str]:
-    """[0, 1, 2, 3, 7] -> ["0-3", "7"]."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return [
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(str(number) for number in run)
-        for run in runs
-    ]
 
 
 def print_epochs(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:

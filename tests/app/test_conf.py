@@ -34,6 +34,7 @@ CHOICES = sorted(
     and path.parent.name != "offload"  # a part of the others
 )
 PARTNER = {
+    "budget": "checkpoint.budget=1GiB",  # a CPU needs bytes
     "vit": "data=digits",
     "digits": "model=vit",
     "plan": "checkpoint.plan={blocks:[{name:blocks.0,action:recompute}]}",

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from app_helpers import ROOT, TINY, TINY_NET, TINY_TEXT, Compose
 from hydra.utils import instantiate
 
@@ -23,7 +25,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
             *TINY_NET,
             *TINY_TEXT,
             "budgets=[1GiB,1KiB]",
-            f"picture={tmp_path}/plans.svg",
+            f"picture={tmp_path}/pictures/plans.svg",
         ],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
@@ -32,9 +34,10 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
         timeout=120,
         check=True,
     )
-    for expected in ("every_n=2", "planned", "budget=1GiB", "0 of 3", "needs"):
+    path = tmp_path / "pictures" / "plans.svg"
+    for expected in ("every_n=2", "planned", "budget=1GiB", "needs", f"Picture: {path}"):
         assert expected in done.stdout
-    assert (tmp_path / "plans.svg").stat().st_size > 1000
+    assert path.stat().st_size > 1000
 
 
 def test_the_group_has_a_budget(compose_app: Compose) -> None:
@@ -43,9 +46,24 @@ def test_the_group_has_a_budget(compose_app: Compose) -> None:
     callback = instantiate(config.checkpoint)
     assert isinstance(callback, PartialCheckpoint)
     assert callback.fit_plan.budget == "3MiB"
-    config = compose_app("strategy=single_device", "strategy.budget=0.5", "strategy.every_n=1")
+    config = compose_app("strategy=single_device", "strategy.budget=5MiB", "strategy.every_n=1")
     check(config)
-    assert instantiate(config.strategy).fit_plan.budget == 0.5
+    assert instantiate(config.strategy).fit_plan.budget == "5MiB"
+
+
+@pytest.mark.parametrize("budget", ["auto", 0.9])
+@pytest.mark.parametrize("group", ["checkpoint=budget checkpoint", "strategy=ddp strategy"])
+def test_a_cpu_needs_bytes(compose_app: Compose, group: str, budget: Any) -> None:
+    """Said before anything is built: the group's own word is `auto`."""
+    choice, key = group.split()
+    words = [choice, f"{key}.budget={budget}", f"{key}.every_n=1", *TINY]
+    cpu, cuda = (compose_app(*words, f"trainer.accelerator={kind}") for kind in ("cpu", "cuda"))
+    with pytest.raises(ValueError, match=rf"^{key}\.budget=.*this is cpu; give bytes"):
+        check(cpu)
+    check(cuda)
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="give bytes"):
+            check(compose_app(*words, "trainer.accelerator=auto"))
 
 
 def test_the_group_has_a_plan(compose_app: Compose, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_loggers_get_the_chosen_plan_alone(
     trainer.fit(Lit(), loader())
     assert [list(params) for params in logger.taken] == [["partial_checkpoint"]]
     assert "plan" in logger.taken[0]["partial_checkpoint"]
-    assert capsys.readouterr().out.count("for the step that is measured") == 1
+    assert capsys.readouterr().out.count("the first step recomputes all") == 1
 
 
 def test_a_checkpoint_carries_the_plan_and_a_resumed_run_measures_anew(
@@ -495,9 +495,13 @@ def test_a_plan_of_another_model(tmp_path: Path) -> None:
         trainer_of(PartialCheckpoint(plan=plan)).fit(Lit(), loader())
 
 
-def test_the_table_is_printed_twice() -> None:
-    """What the first step does, and what the others do."""
+def test_what_is_printed() -> None:
+    """A line on the step that is measured, and the table of the plan."""
     with redirect_stdout(io.StringIO()) as out:
         train(PartialCheckpoint(budget="1GiB"))
-    titles = re.findall(r"PartialCheckpoint: (\d) of 4", out.getvalue())
-    assert titles == ["4", "0"]
+    text = out.getvalue()
+    assert re.findall(r"PartialCheckpoint: (.*) blocks", text) == [
+        "the first step recomputes all 4",
+        "0 of 4",
+    ]
+    assert text.count("Block class") == 1
