@@ -3,28 +3,37 @@
     OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184 \
     MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 python benchmarks/budget.py
 
-Three tables. Ten model shapes with AdamW: for five budgets between what every block recomputed and
-what plain training needs, the predicted peak against the measured one. A Llama-like shape: for
-budgets in the hole between `every_n=1` and `every_n=2`, the step time against `every_n=1`, the only
-interval that fits (steps in turn, in one process). And the time that planning takes.
+Tables, of which `--only NAME` gives one:
 
-`--only peaks`, `--only hole`, `--only planning` for one of them. The peaks need transformers 5.
+peaks     ten model shapes with AdamW: for five budgets between what every block recomputed and what
+          plain training needs, the predicted peak against the measured one
+fakes     the same shapes: what `estimate` says on fake tensors against the measured step
+counted   the same shapes, many budgets: what is computed again, against the best `every_n`
+fronts    a Llama: against the interval of Transformers and torch's own selective checkpoint, each
+          point of theirs against our plan for a budget of their measured peak
+hole      a Llama-like shape: step times in the hole between `every_n=1` and `every_n=2`, against
+          `every_n=1`, the only interval that fits
+planning  the time that planning takes
+
+Steps whose times are compared are taken in turn, in one process. The models need transformers 5.
 """
 
 import argparse
 import statistics
 import time
+from functools import partial
 from typing import Any, get_args
 
 import torch
+from fronts import flops_of, print_front
 from overhead import VOCABULARY, Model, interleaved
 from shapes import Batch, shapes
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_ckpt import BlockPlan, Plan, apply_partial_checkpoint
-from lightning_ckpt.core.budget import fastest, least_peak
-from lightning_ckpt.core.clock import Clock
+from lightning_ckpt.core.budget import BudgetTooSmall, fastest, least_peak
+from lightning_ckpt.core.clock import Clock, CostClock
 from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, predict
 from lightning_ckpt.core.estimate import estimate, measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
@@ -110,6 +119,51 @@ def fakes() -> None:
         print(f"| {name} | {plain} | {every} | {off} |", flush=True)
 
 
+def counted() -> None:
+    """What is computed again, against the best interval that fits, in FLOPs: as predicted, and as
+    counted in real steps."""
+    print("| shape | budgets | predicted, more than the interval | counted |")
+    print("| --- | --- | --- | --- |")
+    for name, make in shapes().items():
+        torch.manual_seed(0)
+        model, batch = make()
+        model.train()
+        tracker, clock = peak_tracker("cpu", model), CostClock("cpu", 1e12, 1e30)
+        measured = measure_step(
+            model, batch, step, [AdamW(model.parameters())], tracker=tracker, clock=clock
+        )
+        pairs = against_intervals(measured, num_budgets=24)
+        flops = {
+            plan: flops_of(model, batch, partial(apply_partial_checkpoint, model, plan=plan))
+            for plan in {plan_of(measured, list(actions)) for pair in pairs for actions in pair}
+        }
+        took = [[predict(measured, actions).seconds for actions in pair] for pair in pairs]
+        real = [[flops[plan_of(measured, list(actions))] for actions in pair] for pair in pairs]
+        worst = [max(ours / best - 1 for ours, best in each) for each in (took, real)]
+        print(f"| {name} | {len(pairs)} | {worst[0]:+.3%} | {worst[1]:+.3%} |", flush=True)
+
+
+def against_intervals(
+    measured: Measurement, num_budgets: int
+) -> list[tuple[list[Action], list[Action]]]:
+    """For budgets between the least and plain training, and that of each interval: our plan, and
+    the best interval that fits."""
+    intervals = every_n_actions(len(measured.names))
+    peaks = [predict(measured, actions).peak for actions in intervals]
+    low = predict(measured, least_peak(measured, ACTIONS)).peak
+    pairs = []
+    for budget in {*peaks, *range(low, max(peaks), (max(peaks) - low) // num_budgets)}:
+        fits = [a for a, peak in zip(intervals, peaks, strict=True) if peak <= budget]
+        if fits:
+            best = min(fits, key=lambda actions: predict(measured, actions).seconds)
+            pairs.append((fastest(measured, budget, ACTIONS), best))
+    return pairs
+
+
+def every_n_actions(num: int) -> list[list[Action]]:
+    return [["keep" if i % n else "recompute" for i in range(num)] for n in range(1, num + 1)]
+
+
 # --- the hole between n=1 and n=2
 
 
@@ -151,6 +205,21 @@ def hole(rounds: int) -> None:
         print(f"| {name} | {counts} | {peak:.1f} | {ratio:.3f} |")
 
 
+# --- what others offer
+
+
+def fronts(rounds: int) -> None:
+    def plan_within(measured: Measurement, budget: int) -> Plan:
+        try:
+            return plan_of(measured, fastest(measured, budget, ACTIONS))
+        except BudgetTooSmall:  # what is foretold is a few bytes above what is measured
+            return plan_of(measured, least_peak(measured, ACTIONS))
+
+    for size, length in ((8, 256), (2, 2048)):
+        print_front(size, length, rounds, plan_within)
+        print()
+
+
 # --- planning
 
 
@@ -183,6 +252,8 @@ def main() -> None:
     parts = {
         "peaks": lambda _: peaks(),
         "fakes": lambda _: fakes(),
+        "counted": lambda _: counted(),
+        "fronts": fronts,
         "hole": hole,
         "planning": lambda _: planning(),
     }

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from overhead import interleaved
 from shapes import Batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -32,20 +33,6 @@ _ATTENTION = [aten._scaled_dot_product_flash_attention_for_cpu.default]
 _PRODUCTS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
 
 
-class Cost(NamedTuple):
-    """Of one step.
-
-    Attributes:
-        flops: counted, of matrix products and attention.
-        clock: seconds.
-        cpu: seconds of this process.
-    """
-
-    flops: int
-    clock: float
-    cpu: float
-
-
 def llama() -> nn.Module:
     """The shape of which the reference figures are."""
     import transformers as hf
@@ -59,7 +46,8 @@ def llama() -> nn.Module:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return model(**batch).loss
+    result: Any = model(**batch)
+    return result if isinstance(result, torch.Tensor) else result.loss
 
 
 @contextmanager
@@ -96,10 +84,6 @@ def theirs(model: nn.Module) -> dict[str, Context]:
     return found
 
 
-def ours(model: nn.Module, plan: Plan) -> AbstractContextManager[Any]:
-    return apply_partial_checkpoint(model, plan=plan)
-
-
 def peak_of(model: nn.Module, batch: Batch, around: Context) -> int:
     model.zero_grad()
     with around(), track_peak(model, batch) as tracker:
@@ -108,6 +92,8 @@ def peak_of(model: nn.Module, batch: Batch, around: Context) -> int:
 
 
 def flops_of(model: nn.Module, batch: Batch, around: Context) -> int:
+    """Counted in a step, of products and attention."""
+
     def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
         return sdpa_flop_count(query, key, value)
 
@@ -129,43 +115,27 @@ def take(model: nn.Module, batch: Batch, around: Context) -> tuple[float, float]
 def measure(model: nn.Module, batch: Batch) -> Measurement:
     model.zero_grad()
     tracker = peak_tracker("cpu", model)
-    try:
-        return measure_step(model, batch, loss_of, tracker=tracker, clock=Clock("cpu"))
-    finally:
-        model.zero_grad()
+    measured = measure_step(model, batch, loss_of, tracker=tracker, clock=Clock("cpu"))
+    model.zero_grad()
+    return measured
 
 
-def rows_of(
-    model: nn.Module, batch: Batch, plan_for: Callable[[Measurement, int], Plan]
-) -> tuple[dict[str, Context], dict[str, str], Measurement]:
-    """Contexts by name, and which of ours stands for which of theirs."""
-    measured = measure(model, batch)
-    contexts: dict[str, Context] = {"plain": nullcontext, **theirs(model)}
-    partner: dict[str, str] = {}
-    for name in list(contexts)[1:]:
-        plan = plan_for(measured, peak_of(model, batch, contexts[name]))
-        actions = [block.action for block in plan]
-        words = ("keep", "recompute_saving", "recompute_saving_attention", "recompute")
-        partner[name] = "ours " + "/".join(str(actions.count(word)) for word in words)
-        partner[name] += " " + "".join(str(words.index(action)) for action in actions)
-        contexts[partner[name]] = partial(ours, model, plan)
-    return contexts, partner, measured
+class Row(NamedTuple):
+    """A step under one plan, against plain training."""
+
+    name: str
+    peak: int
+    flops: float
+    clock: float
+    cpu: float
+
+    def cells(self) -> str:
+        numbers = " | ".join(f"{value:.3f}" for value in self[2:])
+        return f"{self.name} | {self.peak / MIB:.1f} | {numbers}"
 
 
-def fronts(
-    size: int, length: int, rounds: int, plan_for: Callable[[Measurement, int], Plan]
-) -> None:
-    """Print the table of batches of `size` x `length` tokens."""
-    from overhead import interleaved
-
-    model = llama()
-    tokens = torch.randint(512, (size, length))
-    batch = {"input_ids": tokens, "labels": tokens}
-    for _ in range(2):
-        take(model, batch, nullcontext)
-    contexts, partner, _ = rows_of(model, batch, plan_for)
-    peaks = {name: peak_of(model, batch, around) for name, around in contexts.items()}
-    flops = {name: flops_of(model, batch, around) for name, around in contexts.items()}
+def rows(model: nn.Module, batch: Batch, contexts: dict[str, Context], rounds: int) -> list[Row]:
+    """Steps in turn; each time against that of the plain step in the same round."""
     cpu: dict[str, list[float]] = {name: [] for name in contexts}
 
     def timed(name: str) -> float:
@@ -174,24 +144,49 @@ def fronts(
         return clock
 
     clock = interleaved({name: partial(timed, name) for name in contexts}, rounds)
-    cpu = {name: values[1:] for name, values in cpu.items()}
+    found = []
+    plain_flops = flops_of(model, batch, nullcontext)
+    for name, around in contexts.items():
+        times = [
+            statistics.median(a / b for a, b in zip(each[name], each["plain"], strict=True))
+            for each in (clock, {key: values[1:] for key, values in cpu.items()})
+        ]
+        flops = flops_of(model, batch, around) / plain_flops
+        found.append(Row(name, peak_of(model, batch, around), flops, *times))
+    return found
 
-    def ratio(times: dict[str, list[float]], name: str) -> float:
-        pairs = zip(times[name], times["plain"], strict=True)
-        return statistics.median(one / plain for one, plain in pairs)
 
-    print(f"{size} x {length} tokens, plain {peaks['plain'] / MIB:.1f} MiB")
+def words(plan: Plan) -> str:
+    actions = [block.action for block in plan]
+    counts = {"kept": "keep", "products": "recompute_saving"}
+    counts |= {"attention": "recompute_saving_attention", "nothing": "recompute"}
+    parts = [f"{actions.count(a)} {word}" for word, a in counts.items() if a in actions]  # type: ignore[comparison-overlap]
+    return ", ".join(parts)
+
+
+def print_front(
+    size: int, length: int, rounds: int, plan_for: Callable[[Measurement, int], Plan]
+) -> None:
+    """Print the table of batches of `size` x `length` tokens. Ours is named by what is held of how
+    many blocks."""
+    model = llama()
+    tokens = torch.randint(512, (size, length))
+    batch = {"input_ids": tokens, "labels": tokens}
+    for _ in range(2):
+        take(model, batch, nullcontext)
+    measured = measure(model, batch)
+    contexts: dict[str, Context] = {"plain": nullcontext, **theirs(model)}
+    ours: dict[str, str] = {}
+    plans: dict[str, Plan] = {}
+    for name in list(contexts)[1:]:
+        plan = plan_for(measured, peak_of(model, batch, contexts[name]))
+        ours[name] = words(plan)
+        while plans.setdefault(ours[name], plan) != plan:  # as many, but others
+            ours[name] += "'"
+        contexts[ours[name]] = partial(apply_partial_checkpoint, model, plan=plan)
+    found = {row.name: row for row in rows(model, batch, contexts, rounds)}
+    print(f"{size} x {length} tokens, plain {found['plain'].peak / MIB:.1f} MiB; plain step is 1")
     print("| theirs | MiB | FLOPs | clock | CPU | ours | MiB | FLOPs | clock | CPU |")
     print("| --- " * 10 + "|")
-    for name, own in partner.items():
-        cells = []
-        for each in (name, own):
-            counted = flops[each] / flops["plain"]
-            cells += [
-                each.removeprefix("ours "),
-                f"{peaks[each] / MIB:.1f}",
-                f"{counted:.3f}",
-                f"{ratio(clock, each):.3f}",
-                f"{ratio(cpu, each):.3f}",
-            ]
-        print("| " + " | ".join(cells) + " |", flush=True)
+    for name, own in ours.items():
+        print(f"| {found[name].cells()} | {found[own].cells()} |")
