@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184 \
     MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 python benchmarks/monitor.py
+    python benchmarks/monitor.py --epoch 100 --first 16    # what the default costs on a CPU
     python benchmarks/monitor.py --device cuda --width 2048 --batch 4 --length 4096
 
 Training steps (forward, backward, AdamW) of the plain-torch Llama-like shape of `overhead.py`, with
@@ -10,14 +11,13 @@ median wall-clock times and of the median CPU times of the process (which other 
 disturbs less; on an accelerator they say nothing).
 """
 
-import argparse
-import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from overhead import VOCABULARY, Model
+from overhead import VOCABULARY, Model, interleaved, parser_of, wait_for
 from torch import Tensor
 
 from lightning_ckpt.core.allocations import AllocationSteps
@@ -52,8 +52,7 @@ class Training:
         """Seconds of wall-clock and of CPU time."""
         start, cpu_start = time.perf_counter(), time.process_time()
         self.step(source)
-        if self.tokens.device.type != "cpu":
-            torch.accelerator.synchronize(self.tokens.device)
+        wait_for(self.tokens.device)
         return time.perf_counter() - start, time.process_time() - cpu_start
 
 
@@ -64,13 +63,10 @@ def sources_of(device: torch.device) -> dict[str, Callable[[], StepSource]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, rounds=15)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--epoch", type=int, default=1, help="steps that make a round")
+    parser.add_argument("--first", type=int, default=1, help="how many of them are followed")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.manual_seed(0)
@@ -79,13 +75,17 @@ def main() -> None:
     training = Training(model, tokens)
     ways: dict[str, StepSource | None] = {"without": None}
     ways |= {name: make() for name, make in sources_of(device).items()}
+    followed = [index < options.first for index in range(options.epoch)]
 
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for index in range(options.rounds + 1):
-        for name in random.sample(list(ways), len(ways)):  # or one always follows the other
-            seconds = training.timed(ways[name])
-            if index:  # the first round warms up
-                times[name].append(seconds)
+    def epoch(source: StepSource | None) -> tuple[float, float]:
+        """Seconds of wall-clock and of CPU time of a step, the mean over the epoch."""
+        seconds = [training.timed(source if follows else None) for follows in followed]
+        wall, cpu = (statistics.mean(column) for column in zip(*seconds, strict=True))
+        return wall, cpu
+
+    times = interleaved(
+        {name: partial(epoch, source) for name, source in ways.items()}, options.rounds
+    )
     medians = {
         name: [statistics.median(c) for c in zip(*t, strict=True)] for name, t in times.items()
     }

@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ckpt import apply_partial_checkpoint
 
 VOCABULARY, WIDTH, HEADS = 512, 256, 8
+
+T = TypeVar("T")
 
 
 class Block(nn.Module):
@@ -67,8 +70,9 @@ def step_time(model: nn.Module, tokens: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def interleaved(steps: dict[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What the steps return, each of them once in every round."""
+    times: dict[str, list[T]] = {name: [] for name in steps}
     for index in range(rounds + 1):
         for name in random.sample(list(steps), len(steps)):  # or one always follows the other
             seconds = steps[name]()
@@ -77,15 +81,28 @@ def interleaved(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str,
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The words that say which model, on how much data."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
+    return parser
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=15)
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = Model(options.blocks, by_hand=False)  # one for both, so that memory lies the same
+    # One for both, so that memory lies the same.
+    model = Model(options.blocks, by_hand=False, width=options.width)
     tokens = torch.randint(VOCABULARY, (options.batch, options.length))
 
     def by_hand(tokens: Tensor) -> float:

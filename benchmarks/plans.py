@@ -9,7 +9,6 @@ make plain training look slow. Peak is that of live tensor bytes on a CPU (param
 optimizer), of the allocator on a device.
 """
 
-import argparse
 import platform
 import statistics
 import time
@@ -17,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from overhead import VOCABULARY, Model
+from overhead import VOCABULARY, Model, parser_of, wait_for
 from torch import Tensor, nn
 
 from lightning_ckpt import apply_partial_checkpoint
@@ -57,11 +56,6 @@ def seconds(model: nn.Module, tokens: Tensor, plan: AbstractContextManager[Any])
         return time.perf_counter() - start
 
 
-def wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -69,14 +63,9 @@ def machine(device: torch.device) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended import Counters
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -505,28 +506,7 @@ def test_unseen_compiled_function_stays_compiled() -> None:
 # --- accelerators
 
 
-class FakeCounters:
-    """An allocator whose live bytes the test sets."""
-
-    def __init__(self) -> None:
-        self.live = self.peak = self.num_resets = 0
-
-    def set(self, live: int) -> None:
-        self.live = live
-        self.peak = max(self.peak, live)
-
-    def memory_allocated(self, device: Any) -> int:
-        return self.live
-
-    def max_memory_allocated(self, device: Any) -> int:
-        return self.peak
-
-    def reset_peak_memory_stats(self, device: Any) -> None:
-        self.peak = self.live
-        self.num_resets += 1
-
-
-def run(tracker: AllocatorPeak, counters: FakeCounters, *lives: int) -> None:
+def run(tracker: AllocatorPeak, counters: Counters, *lives: int) -> None:
     tracker.resume()
     for live in lives:
         counters.set(live)
@@ -534,17 +514,17 @@ def run(tracker: AllocatorPeak, counters: FakeCounters, *lives: int) -> None:
 
 
 @pytest.fixture
-def counters() -> FakeCounters:
-    return FakeCounters()
+def counters() -> Counters:
+    return Counters()
 
 
 @pytest.fixture
-def tracker(counters: FakeCounters) -> AllocatorPeak:
+def tracker(counters: Counters) -> AllocatorPeak:
     return AllocatorPeak(torch.device("cuda", 0), counters)
 
 
 def test_device_peak_starts_at_the_current_bytes(
-    counters: FakeCounters, tracker: AllocatorPeak
+    counters: Counters, tracker: AllocatorPeak
 ) -> None:
     counters.set(900)
     counters.set(50)
@@ -556,7 +536,7 @@ def test_device_peak_starts_at_the_current_bytes(
     assert tracker.peak_bytes == tracker.current_bytes == 60
 
 
-def test_device_pause_is_left_out(counters: FakeCounters, tracker: AllocatorPeak) -> None:
+def test_device_pause_is_left_out(counters: Counters, tracker: AllocatorPeak) -> None:
     tracker.reset_peak()
     run(tracker, counters, 300, 60)
     counters.set(1000)
@@ -570,7 +550,7 @@ def test_device_pause_is_left_out(counters: FakeCounters, tracker: AllocatorPeak
 
 
 def test_device_counter_is_reset_no_more_than_needed(
-    counters: FakeCounters, tracker: AllocatorPeak
+    counters: Counters, tracker: AllocatorPeak
 ) -> None:
     tracker.reset_peak()
     for _ in range(5):
@@ -582,7 +562,7 @@ def test_device_counter_is_reset_no_more_than_needed(
 
 
 def test_resets_by_others_in_a_pause_cost_nothing(
-    counters: FakeCounters, tracker: AllocatorPeak
+    counters: Counters, tracker: AllocatorPeak
 ) -> None:
     tracker.reset_peak()
     run(tracker, counters, 300, 60)
@@ -596,7 +576,7 @@ def fake_device_module(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def test_device_module_serves_where_torch_accelerator_cannot(
-    monkeypatch: pytest.MonkeyPatch, counters: FakeCounters
+    monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     counters.set(70)
     fake_device_module(monkeypatch, counters)
@@ -606,7 +586,7 @@ def test_device_module_serves_where_torch_accelerator_cannot(
 
 
 def test_torch_accelerator_is_preferred(
-    monkeypatch: pytest.MonkeyPatch, counters: FakeCounters
+    monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     counters.set(70)
     accelerator = SimpleNamespace(

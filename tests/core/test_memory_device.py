@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended import Counters
 from torch import nn
 
 from lightning_ckpt.core import cuda_history, resident
@@ -18,30 +19,6 @@ from lightning_ckpt.core.peak import PeakUnavailable
 
 KIB = 1024
 CPU = torch.device("cpu")  # where the tensors of these tests lie
-
-
-class Counters:
-    """An allocator whose live bytes the test sets."""
-
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-
-    def set(self, *lives: int) -> None:
-        for live in lives:
-            self.live = live
-            self.peak = max(self.peak, live)
-
-    def memory_allocated(self, device: Any) -> int:
-        return self.live
-
-    def max_memory_allocated(self, device: Any) -> int:
-        return self.peak
-
-    def max_memory_reserved(self, device: Any) -> int:
-        return 2 * self.peak
-
-    def reset_peak_memory_stats(self, device: Any) -> None:
-        self.peak = self.live
 
 
 class Model(nn.Module):

@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import DIM, MlpBlock, Stack, executions
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+# What Lightning says of toy modules, and what its own dependencies say.
+LIGHTNING_WARNS = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
 
 NAMES = [f"net.layers.{i}" for i in range(4)]
 

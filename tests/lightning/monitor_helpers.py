@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lit_helpers import trainer_of
+from pretended import Counters
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ckpt import PeakMemoryMonitor
 from lightning_ckpt.monitor import KEY
+
+# What Lightning says of toy modules and of forks, and what its own dependencies say.
+TRAINER_WARNS = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
+]
 
 KIB = 1 / 1024  # MiB
 ROW = 256  # float32 in a KiB
@@ -116,24 +126,8 @@ def touch(num_mib: int) -> None:
             pages[start] = 1
 
 
-class Device:
-    """An allocator's counters, in bytes."""
+class Device(Counters):
+    """An allocator's counters, set in KiB."""
 
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-
-    def set(self, kib: int) -> None:
-        self.live = kib * 1024
-        self.peak = max(self.peak, self.live)
-
-    def memory_allocated(self, device: Any) -> int:
-        return self.live
-
-    def max_memory_allocated(self, device: Any) -> int:
-        return self.peak
-
-    def max_memory_reserved(self, device: Any) -> int:
-        return 2 * self.peak
-
-    def reset_peak_memory_stats(self, device: Any) -> None:
-        self.peak = self.live
+    def set(self, *lives: int) -> None:
+        super().set(*(1024 * live for live in lives))

@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lit_helpers import LIGHTNING_WARNS
 from test_partial_checkpoint import (
     NAMES,
     Lit,
@@ -46,13 +47,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ckpt import PartialCheckpoint, apply_partial_checkpoint
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-]
+pytestmark = LIGHTNING_WARNS
 
 
 def fit_both(

@@ -16,7 +16,17 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from monitor_helpers import ROW, Device, Net, Recorder, Rows, fit, num_modes, trainer
+from monitor_helpers import (
+    ROW,
+    TRAINER_WARNS,
+    Device,
+    Net,
+    Recorder,
+    Rows,
+    fit,
+    num_modes,
+    trainer,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.data import DataLoader
@@ -28,12 +38,7 @@ from lightning_ckpt.core.peak import PeakUnavailable
 from lightning_ckpt.core.steps import StepSource
 from lightning_ckpt.monitor import KEY
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
-]
+pytestmark = TRAINER_WARNS
 
 
 @pytest.fixture(autouse=True)

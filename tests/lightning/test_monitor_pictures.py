@@ -11,7 +11,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from matplotlib.image import imread
-from monitor_helpers import Net, fit_rows, trainer
+from monitor_helpers import (
+    TRAINER_WARNS,
+    Net,
+    fit_rows,
+    trainer,
+)
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -21,9 +26,7 @@ from lightning_ckpt.plot import save_picture
 from lightning_ckpt.summary import print_epochs, print_held
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
+    *TRAINER_WARNS,
     pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*:UserWarning"),
 ]
 

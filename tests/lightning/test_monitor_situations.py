@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from monitor_helpers import (
     KIB,
     ROW,
+    TRAINER_WARNS,
     Device,
     Net,
     Recorder,
@@ -39,10 +40,7 @@ from lightning_ckpt.monitor import KEY
 PARTS = (*KINDS, "activations", "other")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
+    *TRAINER_WARNS,
     pytest.mark.filterwarnings("ignore:.*overfit:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*training-dataloader-sampler:UserWarning"),
     pytest.mark.filterwarnings("ignore:You requested to overfit:UserWarning"),

@@ -10,7 +10,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import MlpBlock, Stack, assert_same, batch, seed_all
 from lightning.pytorch.callbacks import Callback
-from lit_helpers import Lit, leftovers, loader, trainer_of
+from lit_helpers import (
+    LIGHTNING_WARNS,
+    Lit,
+    leftovers,
+    loader,
+    trainer_of,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,13 +29,7 @@ from lightning_ckpt import (
     apply_partial_checkpoint,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-]
+pytestmark = LIGHTNING_WARNS
 
 DISK = OffloadConfig("disk", scope="all", min_bytes=0, keep_last=0)
 

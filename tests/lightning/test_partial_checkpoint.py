@@ -27,6 +27,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_helpers import (
+    LIGHTNING_WARNS,
     NAMES,
     LateLit,
     Lit,
@@ -44,13 +45,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ckpt import PartialCheckpoint
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-]
+pytestmark = LIGHTNING_WARNS
 
 
 def compare_fit(

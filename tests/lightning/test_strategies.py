@@ -34,6 +34,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_helpers import (
+    LIGHTNING_WARNS,
     NAMES,
     LateLit,
     Lit,
@@ -68,12 +69,7 @@ from lightning_ckpt import (
     apply_partial_checkpoint,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-]
+pytestmark = LIGHTNING_WARNS
 
 STEPS = 5
 

@@ -25,6 +25,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_helpers import (
+    LIGHTNING_WARNS,
     Lit,
     NormBlock,
     Recorder,
@@ -40,12 +41,7 @@ from torch.utils.data import DataLoader
 from lightning_ckpt import PartialCheckpoint, PartialCheckpointStrategy
 from lightning_ckpt.fitting import FitPlan
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-]
+pytestmark = LIGHTNING_WARNS
 
 Run = Callable[[Any], Any]
 
