@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+
+def _load_torchvision() -> None:
+    """Its wheel has C++ operators that load beside the CUDA build of torch only, and it asks for
+    two of them when it is imported (which Lightning does where it is installed). No test calls
+    them, so their names will do."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for operator in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{operator}", "(Tensor boxes) -> Tensor")
+
+
+if find_spec("torchvision") is not None:
+    _load_torchvision()
 
 
 @pytest.fixture(autouse=True, scope="session")

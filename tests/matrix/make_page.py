@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ bytes of a step in terms of plain training, parameters and gradients counted in:
 shows that memory falls, not how far.
 
 `tests/matrix` holds the rows and runs them; this page is made from its results
-(`tests/matrix/make_page.py`), with torch {torch} and Transformers {transformers}.
+(`tests/matrix/make_page.py`), with torch {torch} and Transformers {transformers}. The rows of
+timm {timm} and torchvision {torchvision} need `pip install --no-deps timm torchvision`.
 
 {summary}
 """
@@ -59,4 +61,5 @@ if __name__ == "__main__":
 
     found = read(Path(sys.argv[1]).read_text())
     known = {"torch": torch.__version__, "transformers": transformers.__version__}
+    known |= {name: version(name) for name in ("timm", "torchvision")}
     PAGE.write_text(page(found, known))

@@ -15,8 +15,7 @@ DIFFUSERS, TIMM, TORCHVISION = "diffusers", "timm", "torchvision"
 
 
 def library(name: str) -> Any:
-    """The module, or why it cannot be used. (torchvision's wheel does not load beside every torch,
-    and timm imports torchvision.)"""
+    """The module, or why it cannot be used. (timm imports torchvision, see `conftest.py`.)"""
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:
