@@ -32,6 +32,11 @@ RULES, TRAINING = (
 VERIFY, SNAPSHOT = "tests/core/test_verify.py", "tests/core/test_snapshot.py"
 OFFLOAD, MEMORY = "tests/core/test_offload.py", "tests/core/test_memory.py"
 MATRIX = "tests/matrix/test_matrix.py"
+MONITOR = "tests/lightning/test_monitor.py"
+SITUATIONS = "tests/lightning/test_monitor_situations.py"
+PICTURES = "tests/lightning/test_monitor_pictures.py"
+VERIFY_IN_FIT = "tests/lightning/test_verify_in_fit.py"
+TIMELINE, MEASURE = "tests/core/test_memory_timeline.py", "tests/core/test_measure.py"
 
 
 class Mutation(NamedTuple):
@@ -274,6 +279,62 @@ MUTATIONS = [
         "        if not _is_untouched(owner, content):\n            _put(owner, content)",
         "        pass",
         (SNAPSHOT,),
+    ),
+    Mutation(
+        "forked workers do not count",
+        f"{CORE}/mode_stack.py",
+        "        mode.on = False\n\n\nif",
+        "        pass\n\n\nif",
+        (MEMORY,),
+    ),
+    Mutation(
+        "watchers see what they asked for",
+        f"{CORE}/watchers.py",
+        "        _watchers.remove(watcher)",
+        "        pass",
+        (TIMELINE, MEASURE),
+    ),
+    Mutation(
+        "the monitor ends no training",
+        "lightning_ckpt/guarded.py",
+        "            self.give_up(reason_of(error))\n            return None",
+        "            raise",
+        (MONITOR,),
+    ),
+    Mutation(
+        "the monitor gives up once",
+        "lightning_ckpt/guarded.py",
+        '{reason}.")\n        self.stop()',
+        '{reason}.")',
+        (MONITOR,),
+    ),
+    Mutation(
+        "an epoch's figure has optimizer states",
+        "lightning_ckpt/epoch_memory.py",
+        "1 if has_states else 2",
+        "1",
+        (SITUATIONS,),
+    ),
+    Mutation(
+        "parts of the rank with the peak",
+        "lightning_ckpt/epoch_memory.py",
+        "among = rows if key in _PEAKS else [rows[rank]]",
+        "among = rows",
+        (SITUATIONS,),
+    ),
+    Mutation(
+        "the monitor looks away from verify",
+        "lightning_ckpt/extra_steps.py",
+        "if isinstance(callback, LooksAway):",
+        "if False:",
+        (VERIFY_IN_FIT,),
+    ),
+    Mutation(
+        "TensorBoard gets the picture",
+        "lightning_ckpt/images.py",
+        "(255 * imread",
+        "(imread",
+        (PICTURES,),
     ),
 ]
 
