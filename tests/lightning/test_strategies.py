@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -59,6 +60,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.data import DataLoader
 
 from lightning_ckpt import (
     PartialCheckpoint,
@@ -68,6 +70,7 @@ from lightning_ckpt import (
     PartialCheckpointStrategy,
     apply_partial_checkpoint,
 )
+from lightning_ckpt.core import swap
 
 pytestmark = LIGHTNING_WARNS
 
@@ -570,6 +573,18 @@ def _ddp_buckets() -> None:
     two_ranks_with_buckets()
 
 
+def _ddp_lengths() -> None:
+    from test_lengths_in_fit import lengths_on_two_ranks
+
+    lengths_on_two_ranks()
+
+
+def _ddp_unlike_batches() -> None:
+    from test_lengths_in_fit import unlike_batches_on_two_ranks
+
+    unlike_batches_on_two_ranks()
+
+
 def _ddp_string() -> None:
     """A name is enough; without arguments every block is checkpointed."""
     trainer = trainer_of(strategy="partial_checkpoint_ddp", devices=2, max_epochs=1)
@@ -739,6 +754,41 @@ def _fsdp2(model: Callable[[], Lit], shape: dict[str, int], **options: Any) -> N
 
 def _fsdp2_compiled() -> None:
     check_compiled(OUR_FSDP2(), FSDP2(), "blocks", "configure_model", kind=CompiledShardedLit)
+
+
+def _fsdp2_lengths() -> None:
+    """Plans follow the batches inside of FSDP2's units, and no class is made for it again and
+    again; the training is that of plain FSDP2."""
+    rows = [[8, 300, 40, 120, 80, 30, 300, 8, 300, 60], [20, 30, 200, 60, 40, 300, 8, 9, 300, 8]]
+    make = torch.Generator().manual_seed(dist.get_rank())
+    data = [torch.randn(n, DIM, generator=make) for n in rows[dist.get_rank()]]
+    num_made: list[int] = []
+
+    class Counting(Recorder):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            num_made.append(making.call_count)
+
+    after = []
+    for strategy in (OUR_FSDP2(budget=180_000), FSDP2()):
+        seed_all(0)
+        model, recorder = ShardedLit(), Counting()
+        options = {"strategy": strategy, "devices": 2, "max_epochs": 1}
+        trainer = trainer_of(recorder, use_distributed_sampler=False, **options)
+        with mock.patch.object(swap, "_new_class", wraps=swap._new_class) as making:
+            trainer.fit(model, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+        after.append(leftovers(model))
+        if not isinstance(strategy, PartialCheckpointModelParallelStrategy):
+            continue
+        batches = recorder.batches
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, batches)
+        assert found[0] == found[1]
+        assert batches[0] == [2] * 4
+        assert [1] * 4 in batches
+        assert sum(batches[-2]) > 4, "300 rows do not fit"
+        assert num_made[-4:] == num_made[-1:] * 4
+    assert_same(*after)
 
 
 def _fsdp2_callback() -> None:
@@ -996,6 +1046,8 @@ CASES: dict[str, Callable[..., None]] = {
     "ddp: string": _ddp_string,
     "ddp: budget": _ddp_budget,
     "ddp: budget and buckets": _ddp_buckets,
+    "ddp: lengths": _ddp_lengths,
+    "ddp: unlike batches": _ddp_unlike_batches,
     "ddp: comm hook": _ddp_comm_hook,
     "ddp: frozen part": _ddp_frozen_part,
     "ddp: unused on one rank": partial(_ddp_unused_on_one_rank, 1),
@@ -1023,6 +1075,7 @@ CASES: dict[str, Callable[..., None]] = {
     "fsdp2: blocks used twice": partial(_fsdp2, TwiceShardedLit, {}),
     "fsdp2: compiled blocks": _fsdp2_compiled,
     "fsdp2: callback": _fsdp2_callback,
+    "fsdp2: lengths": _fsdp2_lengths,
     "tensor parallel": partial(_fsdp2, TensorParallelLit, TP),
     "tensor parallel: bf16-mixed": partial(_fsdp2, TensorParallelLit, TP, precision="bf16-mixed"),
     "tensor parallel: bf16-true": partial(_fsdp2, TensorParallelLit, TP, precision="bf16-true"),
