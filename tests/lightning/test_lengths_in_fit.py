@@ -27,7 +27,7 @@ from lightning_ckpt import (
     PeakMemoryMonitor,
     budgeting,
 )
-from lightning_ckpt.core import mode_stack, recompute
+from lightning_ckpt.core import mode_stack, watchers
 from lightning_ckpt.core.memory import track_peak
 from lightning_ckpt.core.swap import is_swapped
 
@@ -431,7 +431,7 @@ def test_a_batch_that_fits_no_plan_is_named(ends: Ends) -> None:
         train(PartialCheckpoint(budget=small.high), data=texts(lengths))
     assert "(4, 60)" in str(caught.value)
     assert mode_stack._entered == []
-    assert recompute._watcher is None
+    assert watchers._watchers == []
 
 
 # --- where one plan holds for all
@@ -523,7 +523,7 @@ def test_nothing_is_left_after_an_error_in_a_later_measured_step() -> None:
     with pytest.raises(RuntimeError, match="in a measured step"):
         trainer.fit(model, loader_of(texts([8, 9, 10, 20])))
     assert mode_stack._entered == []
-    assert recompute._watcher is None
+    assert watchers._watchers == []
     assert len(trainer.callbacks) == 1  # type: ignore[attr-defined]
     assert not any(map(is_swapped, model.modules()))
 
@@ -557,7 +557,7 @@ def test_a_batch_that_begins_and_does_not_run() -> None:
     trainer.fit(model, loader_of(texts([8, 9, 30, 10, 30])))
     assert trainer.global_step == 7
     assert mode_stack._entered == []
-    assert recompute._watcher is None
+    assert watchers._watchers == []
 
 
 def test_verified_too(ends: Ends) -> None:
