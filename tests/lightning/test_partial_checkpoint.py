@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -256,9 +257,10 @@ def test_finetuning_that_thaws_the_blocks(first: bool) -> None:
     "make",
     [
         lambda: EMAWeightAveraging(decay=0.5),
+        WeightAveraging,
         lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),
     ],
-    ids=["EMA", "SWA"],
+    ids=["EMA", "mean", "SWA"],
 )
 @pytest.mark.filterwarnings("ignore:.*SWA")
 def test_averaging_callbacks(make: Callable[[], Callback], first: bool) -> None:
