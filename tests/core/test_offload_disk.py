@@ -264,6 +264,53 @@ def test_a_fork_copies_for_itself(tmp_path: Path) -> None:
         assert ended == (child, 0)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_writes_to_a_file_of_its_own(tmp_path: Path) -> None:
+    """Both processes send what they have after the fork, and ask for it when both have."""
+    target = DiskTarget(str(tmp_path))
+    before = target.send(Source(torch.full((1024,), 1.0)))
+    before.finish()
+    other, ours = os.pipe(), os.pipe()
+    child = os.fork()
+    value = 2.0 if child == 0 else 3.0
+    try:
+        after = target.send(Source(torch.full((1024,), value)))
+        after.finish()
+        os.write((other if child == 0 else ours)[1], b"x")
+        os.read((ours if child == 0 else other)[0], 1)
+        values = [
+            float(torch.empty(0).set_(parcel.fetch().wait(), 0, (1024,), (1,)).mean())
+            for parcel in (before, after)
+        ]
+        if child == 0:
+            os._exit(values != [1.0, 2.0])
+        assert values == [1.0, 3.0]
+        assert os.waitpid(child, 0) == (child, 0)
+    finally:
+        if child == 0:
+            os._exit(2)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_copy_is_no_hang(worker: Worker) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    job = Job(lambda: begun.set() or (gate.wait(30) and None))
+    worker.add(job)
+    assert begun.wait(30)
+    child = os.fork()
+    if child == 0:
+        try:
+            job.wait()
+        except RuntimeError as error:
+            os._exit("fork" not in str(error))
+        finally:
+            os._exit(2)
+    gate.set()
+    assert os.waitpid(child, 0) == (child, 0)
+
+
 # --- jobs
 
 

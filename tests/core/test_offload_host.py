@@ -109,6 +109,27 @@ def test_time_that_the_device_waited_is_counted() -> None:
         assert target.asked_bytes == 400
 
 
+def test_what_was_fetched_and_dropped_stays_until_its_copy_has_ended() -> None:
+    """No code runs when it is dropped: it would swallow a Ctrl-C."""
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
+        for _ in range(2):
+            training.forward()
+        gpu.finish()
+        training.scheduler.look()
+        num_free = len(gpu.free)
+        training.backward(-1)
+        assert training.scheduler.counts.num_ahead == 1
+        training.drop(0)
+        training.scheduler.look()
+        assert len(gpu.free) == num_free - 1, "a copy may be writing to it"
+        gpu.finish()
+        training.scheduler.look()
+        assert len(gpu.free) == num_free
+    assert gpu.wrong == []
+
+
 def test_who_settles_waits_for_the_device() -> None:
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):

@@ -1,5 +1,7 @@
 """The scheduler alone, with a place that records what it is told."""
 
+import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -262,6 +264,31 @@ def test_two_forwards_before_one_backward() -> None:
     third = forward(scheduler, [6, 7])
     assert [ask(third.pop(n)) for n in (7, 6)] == [7, 6]
     assert [ask(second.pop(n)) for n in (5, 4, 3)] == [5, 4, 3]
+
+
+def test_threads_wait_for_each_other() -> None:
+    """Backward of each device has a thread of its own."""
+    inside: list[int] = []
+    overlaps: list[int] = []
+
+    class Watching(FakeTarget):
+        def look(self) -> None:
+            inside.append(1)
+            time.sleep(0.001)
+            overlaps.append(len(inside))
+            inside.pop()
+
+    scheduler = Scheduler(Watching(), prefetch=1, keep_last=0)
+    places = forward(scheduler, list(range(16)))
+    threads = [
+        threading.Thread(target=lambda part=part: [ask(places[n]) for n in part])  # type: ignore[misc]
+        for part in (range(0, 16, 2), range(1, 16, 2))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(overlaps) == {1}
 
 
 def test_copies_under_way_have_a_bound() -> None:
