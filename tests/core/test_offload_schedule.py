@@ -257,6 +257,16 @@ def test_a_second_backward_gets_the_same() -> None:
         assert not any(is_here(places[n]) for n in (0, 1, 2))
 
 
+def test_what_a_call_saves_after_another_one_began_inside_of_it_leaves_too() -> None:
+    scheduler = Scheduler(FakeTarget(), prefetch=0, keep_last=1)
+    outer = scheduler.open_call()
+    scheduler.save(scheduler.open_call(), tensor(1))
+    place = scheduler.save(outer, tensor(2))
+    scheduler.settle()
+    assert not is_here(place)
+    assert ask(place) == 2
+
+
 def test_two_forwards_before_one_backward() -> None:
     scheduler = Scheduler(FakeTarget(), prefetch=1, keep_last=1)
     first, second = forward(scheduler, [0, 1, 2]), forward(scheduler, [3, 4, 5])
@@ -399,13 +409,29 @@ class Machine:
         """A block saves `number` new tensors, and one that is there already."""
         call = self.scheduler.open_call()
         for _ in range(number):
-            self.count += 1
-            self.tensors.append(tensor(self.count))
-            self.save(call, self.tensors[-1], self.tensors[-1])
+            self.save_new(call)
         if self.tensors:
             owner = self.tensors[again % len(self.tensors)]
             self.save(call, owner[1:9].view(2, 4).t(), owner)
         self.scheduler.close_call()
+
+    def nested(self, number: int, again: int) -> None:
+        """A block calls others inside of its forward, and saves something before and after."""
+        call = self.scheduler.open_call()
+        self.save_new(call)
+        for index in range(number % 3):
+            self.call(index, again)
+        self.save_new(call)
+        self.scheduler.close_call()
+
+    def fail(self) -> None:
+        """An exception ends a block's forward."""
+        self.save_new(self.scheduler.open_call())
+
+    def save_new(self, call: Call) -> None:
+        self.count += 1
+        self.tensors.append(tensor(self.count))
+        self.save(call, self.tensors[-1], self.tensors[-1])
 
     def save(self, call: Call, value: Tensor, owner: Tensor) -> None:
         place = self.scheduler.save(call, value)
@@ -478,6 +504,8 @@ steps = st.lists(
         st.tuples(st.just("drop"), number),
         st.tuples(st.just("forget"), number),
         st.tuples(st.just("change"), number),
+        st.tuples(st.just("nested"), number, number),
+        st.tuples(st.just("fail")),
         st.tuples(st.just("check")),
     ),
     max_size=40,

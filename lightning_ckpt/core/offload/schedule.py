@@ -88,9 +88,10 @@ class Scheduler:
             slot = self._slot_of(tensor)
             is_shared = slot.last_call is not None and slot.last_call() is not call
             call.add(slot)
-            if self._keep_last == 0 and slot.parcel is None:
+            is_newest = any(reference() is call for reference in self._recent)
+            if not is_newest and slot.parcel is None:  # or another call began inside of this one
                 self._send(slot)
-            elif self._keep_last > 0 and is_shared:  # under way, perhaps, for an older call
+            elif is_newest and is_shared:  # under way, perhaps, for an older call
                 slot.is_wanted = True
                 self._shared.append(weakref.ref(slot))
             offset = int(tensor.storage_offset())
