@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import NUM_BYTES, FakeGpu, Training, on
+from fake_device import NUM_BYTES, FakeGpu, FakeStream, Training, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +107,19 @@ def test_time_that_the_device_waited_is_counted() -> None:
         gpu.finish()
         assert target.seconds_waited() == pytest.approx(0.002)
         assert target.asked_bytes == 400
+
+
+def test_the_stream_that_made_a_source_waits_for_its_copy_whichever_is_current() -> None:
+    """Its memory goes to work that comes later on that stream."""
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 0, 0)
+        training.forward()
+        with FakeStream(gpu):
+            training.scheduler.settle()
+        training.backward(-1)
+        gpu.finish()
+    assert gpu.wrong == []
 
 
 def test_what_was_fetched_and_dropped_stays_until_its_copy_has_ended() -> None:

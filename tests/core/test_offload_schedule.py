@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ckpt.core.offload import leaving, schedule
 from lightning_ckpt.core.offload.schedule import Scheduler
-from lightning_ckpt.core.offload.slots import Call, Place
+from lightning_ckpt.core.offload.slots import Call, Place, live
 from lightning_ckpt.core.offload.storages import StorageMap
 
 
@@ -482,7 +482,8 @@ class Machine:
             slot = place.slot
             is_newest = slot.last_call is not None and slot.last_call() in recent
             is_refused = slot.parcel is None  # no room, or changed
-            assert not is_here(place) or is_newest or slot in window or is_refused
+            is_shared = slot in live(self.scheduler._shared)  # until a call ends without an error
+            assert not is_here(place) or is_newest or slot in window or is_refused or is_shared
         if current is not None:
             calls = [current, *current.wave.after(current, self.prefetch)]
             assert window <= {slot for call in calls for slot in call.live_slots()}
