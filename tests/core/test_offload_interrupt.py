@@ -1,14 +1,15 @@
 """Ctrl-C ends the step, wherever it comes, and the next step is what it would have been."""
 
+import ast
 import copy
-import dis
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -53,21 +54,14 @@ class Interrupt:
 def _is_with(frame: FrameType) -> bool:
     """Between the end of a `with` and the release of its lock Python handles no signal, but calls
     a trace function."""
-    return frame.f_lineno in _with_lines(frame.f_code)
+    return frame.f_lineno in _with_lines(frame.f_code.co_filename)
 
 
-def _with_lines(code: CodeType) -> set[int]:
-    if code not in _known:
-        _known[code] = set()
-        line = 0
-        for instruction in dis.get_instructions(code):
-            line = instruction.starts_line or line
-            if instruction.opname in ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL"):
-                _known[code].add(line)
-    return _known[code]
-
-
-_known: dict[CodeType, set[int]] = {}
+@cache
+def _with_lines(file: str) -> set[int]:
+    nodes = ast.walk(ast.parse(Path(file).read_text()))
+    withs = [node for node in nodes if isinstance(node, ast.With)]
+    return {line for node in withs for line in range(node.lineno, node.body[0].lineno)}
 
 
 def is_engine(frame: FrameType) -> bool:
