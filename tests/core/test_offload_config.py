@@ -76,6 +76,12 @@ def refused(directory: str, match: str) -> None:
     assert [type(module) for module in model.modules()] == kinds
 
 
+def test_a_system_without_the_call_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "preadv")
+    with pytest.raises(ValueError, match=r"needs os\.preadv"):
+        machine.check_directory(None)
+
+
 def test_a_directory_that_is_missing_or_a_file(tmp_path: Path) -> None:
     refused(str(tmp_path / "missing"), "is no directory")
     (tmp_path / "file").touch()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,22 @@ def test_an_error_of_a_job_is_raised_where_it_is_waited_for(worker: Worker) -> N
     worker.add(job)
     with pytest.raises(OSError, match="No space"):
         job.wait()
+
+
+def test_the_thread_holds_nothing_of_a_copy_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", no_space)
+    parcel = DiskTarget(str(tmp_path)).send(Source(torch.zeros(1024)))
+    with pytest.raises(OSError, match="could not write"):
+        parcel.finish()
+    gone = weakref.ref(parcel)
+    del parcel
+    end = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < end:
+        gc.collect()  # the error and its frames
+        time.sleep(0.01)
+    assert gone() is None
 
 
 def test_a_job_that_is_interrupted_is_done_by_whoever_comes_next(worker: Worker) -> None:

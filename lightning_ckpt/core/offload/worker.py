@@ -64,7 +64,7 @@ class Worker:
         self._at_end = at_end
 
     def add(self, job: Job) -> None:
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None:
             # Who is told when this is gone is the thread (Note: [Interrupts]).
             end = weakref.ref(self, self._jobs.put)
             self._thread = threading.Thread(
@@ -80,5 +80,5 @@ class Worker:
 def _work(jobs: "SimpleQueue[Any]", end: object, at_end: Callable[[], None]) -> None:
     while (job := jobs.get()) is not end:
         job.run()
-        del job  # or it would stay here until the next one comes
+        del job  # or it, and its error, would stay here until the next one comes
     at_end()
