@@ -164,14 +164,20 @@ def draw_estimate(estimate: Estimate, path: str | PathLike[str]) -> None:
         raise ImportError("drawing needs matplotlib: pip install 'lightning-ckpt[plot]'") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    kinds = (("every_n", estimate.every_n, "o"), ("planned", estimate.front, "."))
-    for label, points, marker in (*kinds, ("for a budget", estimate.budgets, "*")):
+    kinds: Any = (
+        ("every_n", estimate.every_n, {"marker": "o", "linestyle": "", "color": "#0072B2"}),
+        ("planned", estimate.front, {"marker": ".", "color": "#E69F00"}),
+        ("for a budget", estimate.budgets, {"marker": "*", "linestyle": "", "color": "#009E73"}),
+    )
+    highest = max(point.peak for point in estimate.every_n)
+    unit, size = ("GiB", 2**30) if highest >= 2 * 2**30 else ("MiB", 2**20)
+    for label, points, style in kinds:
         shown = [point for point in points if point.plan is not None]
-        gib = [point.peak / 2**30 for point in shown]
-        line = "-" if label == "planned" else ""
-        times = [point.relative_time for point in shown]
-        axes.plot(gib, times, marker, linestyle=line, drawstyle="steps-post", label=label)
-    axes.set_xlabel("peak memory of a step, GiB")
+        if shown:
+            peaks, times = zip(*((p.peak / size, p.relative_time) for p in shown), strict=True)
+            large = 14 if label == "for a budget" else 6
+            axes.plot(peaks, times, **style, drawstyle="steps-post", label=label, markersize=large)
+    axes.set_xlabel(f"peak memory of a step, {unit}")
     axes.set_ylabel("step time, plain training = 1")
     axes.legend()
     axes.grid(alpha=0.3)

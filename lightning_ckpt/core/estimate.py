@@ -33,7 +33,7 @@ from lightning_ckpt.core.plan import Action, BlockPlan, Plan, every_n_plan
 from lightning_ckpt.core.watchers import watching
 
 Step = Callable[[nn.Module, Any], Any]
-_NUM_FRONT = 24  # budgets between the least and plain training's need
+_NUM_FRONT = 48  # budgets between the least and plain training's need
 
 
 class Point(NamedTuple):
@@ -166,7 +166,7 @@ def estimate(
     return Estimate(
         measured,
         tuple(_intervals(measured)),
-        tuple(_front(measured)),
+        tuple(_front(measured, [budget for _, budget in asked])),
         tuple(_within(measured, f"budget={word}", budget) for word, budget in asked),
     )
 
@@ -219,14 +219,15 @@ def _intervals(step: Measurement) -> Iterable[Point]:
         yield _point(step, f"every_n={every_n}", every_n_plan(blocks, every_n, None))
 
 
-def _front(step: Measurement) -> Iterable[Point]:
+def _front(step: Measurement, asked: Sequence[int]) -> Iterable[Point]:
     actions = get_args(Action)
     low = predict(step, least_peak(step, actions)).peak
     high = max(low, predict(step, ["keep"] * len(step.names)).peak)
     between = [low + (high - low) * index // _NUM_FRONT for index in range(_NUM_FRONT + 1)]
     like_intervals = [max(low, point.peak) for point in _intervals(step)]
     seen: set[tuple[str, ...]] = set()
-    for budget in sorted({*between, *like_intervals}):
+    within = [min(budget, high) for budget in asked if budget >= low]
+    for budget in sorted({*between, *like_intervals, *within}):
         chosen = fastest(step, budget, actions)
         if tuple(chosen) not in seen:
             seen.add(tuple(chosen))

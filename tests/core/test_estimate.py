@@ -84,6 +84,15 @@ def test_the_front_and_the_intervals(found: Estimate) -> None:
     assert front[0][0] <= min(point.peak for point in found.every_n)
 
 
+def test_no_budgets_choice_is_below_the_front() -> None:
+    """Wherever it lies between the budgets that the front is made of."""
+    budgets = [1_500_000 + 13_579 * index for index in range(20)]
+    found = estimate(Language(), tokens(), budgets)
+    front = [(point.peak, point.relative_time) for point in found.front]
+    for point in found.budgets:
+        assert (point.peak, point.relative_time) in front
+
+
 def test_budgets(found: Estimate) -> None:
     large, small, middle = found.budgets
     assert (large.label, small.label) == ("budget=100MiB", "budget=1KiB")
