@@ -36,6 +36,7 @@ MONITOR = "tests/lightning/test_monitor.py"
 SITUATIONS = "tests/lightning/test_monitor_situations.py"
 PICTURES = "tests/lightning/test_monitor_pictures.py"
 VERIFY_IN_FIT = "tests/lightning/test_verify_in_fit.py"
+FAKE = "tests/core/test_fake.py"
 TIMELINE, MEASURE = "tests/core/test_memory_timeline.py", "tests/core/test_measure.py"
 
 
@@ -370,6 +371,27 @@ MUTATIONS = [
         "(255 * imread",
         "(imread",
         (PICTURES,),
+    ),
+    Mutation(
+        "what a step meets unnamed was there before",
+        f"{CORE}/measure.py",
+        "more += met - raw.met_bytes",
+        "more += 0",
+        (MEASURE,),
+    ),
+    Mutation(
+        "what a segment meets unnamed was there at its start",
+        f"{CORE}/live_bytes.py",
+        "self.peak += num_bytes  # it was there then, too",
+        "pass",
+        (MEASURE,),
+    ),
+    Mutation(
+        "whole numbers have values in an estimate",
+        f"{CORE}/fake.py",
+        "with FakeTensorMode(allow_non_fake_inputs=True), _WholeNumbers():",
+        "with FakeTensorMode(allow_non_fake_inputs=True):",
+        (FAKE,),
     ),
 ]
 

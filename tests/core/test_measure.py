@@ -17,7 +17,8 @@ from lightning_ckpt import apply_partial_checkpoint
 from lightning_ckpt.core import _torch
 from lightning_ckpt.core.clock import Clock, CostClock
 from lightning_ckpt.core.costs import Measurement, choices, predict
-from lightning_ckpt.core.measure import StepRecorder
+from lightning_ckpt.core.estimate import measure_step
+from lightning_ckpt.core.measure import UNNAMED, StepRecorder
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 from lightning_ckpt.core.mode_stack import StackedMode
 from lightning_ckpt.core.watchers import watching
@@ -455,3 +456,23 @@ def test_modes_may_end_in_the_order_in_which_they_began() -> None:
     second.leave()
     torch.ones(1)
     assert (first.num_seen, second.num_seen) == (1, 2)
+
+
+@pytest.mark.parametrize("late", [0, 2, 3])
+def test_what_a_step_meets_unnamed_was_there_before(late: int) -> None:
+    """As DDP's buckets are: made before the step, and met when the gradient of a block comes."""
+    seed_all(0)
+    model, batch, bucket = Language(), torch.randint(16, (4, 64)), torch.zeros(100_000)
+    model.blocks[late].out.weight.register_hook(
+        lambda gradient: gradient * bucket.add_(1).sum().isfinite()
+    )
+    tracker = peak_tracker("cpu", model)
+    step = measure_step(model, batch, lambda m, b: m(b), tracker=tracker, clock=Clock("cpu"))
+    assert step.terms[UNNAMED] == bucket.nbytes
+    for action in ("keep", "recompute"):
+        plan = {"blocks": [{"name": f"blocks.{index}", "action": action} for index in range(4)]}
+        model.zero_grad()
+        with apply_partial_checkpoint(model, plan=plan), track_peak(model, batch, bucket) as real:
+            model(batch).backward()
+        foretold = predict(step, [action] * 4).peak
+        assert real.peak_bytes <= foretold <= 1.02 * real.peak_bytes
