@@ -14,12 +14,10 @@ from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.by_size import PlansBySize
 from lightning_ckpt.core.memory import find_compiled
 from lightning_ckpt.core.plan import Plan
-from lightning_ckpt.core.sizes import Size, size_of
+from lightning_ckpt.core.sizes import MOST_SIDES, Size, size_of
 from lightning_ckpt.measuring import MeasuredBatch
 from lightning_ckpt.ranks import gathered, is_alone, largest_of_ranks
 from lightning_ckpt.summary import print_batches, print_note
-
-_MOST_SIDES = 254  # of a size that the ranks agree on
 
 
 class Owner(Protocol):
@@ -62,7 +60,7 @@ class BudgetedBatches(Callback):
         self._now: MeasuredBatch | None = None
         self._done: list[MeasuredBatch] = []
         self._first_step = 0
-        self._sizes: set[Size] = set()
+        self._sizes: set[Size] = set()  # the first, and one that is another
         self._counts: Counter[str] = Counter()
 
     @property
@@ -123,7 +121,7 @@ class BudgetedBatches(Callback):
             if agreed is None:
                 return self._all
             size = agreed
-        if size._replace(kind=0) not in self._sizes and len(self._sizes) < 2:
+        if len(self._sizes) == 1 and size._replace(kind=0) not in self._sizes:
             self._sizes.add(size._replace(kind=0))
             self._say_that_sizes_vary()
         return self._plans.choose(size)
@@ -162,7 +160,8 @@ class BudgetedBatches(Callback):
         if self._now is None:
             return
         self._now.pause()
-        self._done.append(self._now)
+        # Of micro-batches of one size the last: the optimizer may step in it.
+        self._done = [done for done in self._done if done.size != self._now.size] + [self._now]
         self._now = None
         # At first the optimizer's states are not there yet: wait until they are.
         if self._plans is not None or trainer.global_step != self._first_step:
@@ -218,8 +217,7 @@ def _why_one_plan(module: "pl.LightningModule") -> str:
 
 def _agreed_size(trainer: "pl.Trainer", size: Size) -> Size | None:
     """The largest of each side over all ranks; None where their batches have not the same parts."""
-    sides = size.dims[:_MOST_SIDES]
-    padded = [*sides, *[0] * (_MOST_SIDES - len(sides))]
+    padded = [*size.dims, *[0] * (MOST_SIDES - len(size.dims))]
     checksum = size.checksum
     most, least, *found = largest_of_ranks(trainer, [checksum, -checksum, *padded])
-    return size._replace(dims=tuple(found[: len(sides)])) if most == -least else None
+    return size._replace(dims=tuple(found[: len(size.dims)])) if most == -least else None

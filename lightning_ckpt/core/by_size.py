@@ -17,7 +17,7 @@ from lightning_ckpt.core.sizes import Size
 
 _MOST_SIZES = 48  # measured, of one structure; then a larger one's plan must do
 _MOST_PLANS = 4096
-_BUCKETS = 32  # in the largest side: a plan serves sizes that are smaller by one bucket
+_BUCKETS = 32  # in the longest side: sizes that differ by less than one may share a plan
 _NEAR = 1.5  # sides of a measured size that stands for a smaller one, where no fit is possible
 
 
@@ -142,9 +142,7 @@ class PlansBySize:
     def _near(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
         """What was planned for a size that is larger by less than a bucket, or by more where that
         plan computes nothing again."""
-        steps = [max(side) // _BUCKETS for side in zip(*(s.dims for s in rows), strict=True)]
-        sides = (side + step for side, step in zip(size.dims, steps, strict=True))
-        top = size._replace(dims=tuple(sides))
+        top = _top(size, rows)
         near = (
             planned
             for planned in self._planned.get(size.structure, ())
@@ -153,18 +151,22 @@ class PlansBySize:
         return next(near, None)
 
     def _fitted(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
+        """A plan for the top of the size's bucket, or else for the size itself."""
         settled = [row for row in rows.values() if row.is_settled]
         if any(len(row.steps) > 1 for row in settled):
             return None
-        step = fitted([row.size for row in settled], [row.steps[0] for row in settled], size)
-        if step is None:
-            return None
-        try:
-            planned = self._within(size, (step,))
-        except BudgetTooSmall:  # by its margins: the plan of a larger one, or measure
-            return None
-        self._planned.setdefault(size.structure, []).append(planned)
-        return planned
+        sizes, steps = [row.size for row in settled], [row.steps[0] for row in settled]
+        for wanted in dict.fromkeys((_top(size, rows), size)):
+            step = fitted(sizes, steps, wanted)
+            if step is None:
+                continue
+            try:
+                planned = self._within(wanted, (step,))
+            except BudgetTooSmall:  # by its margins: the plan of a larger one, or measure
+                continue
+            self._planned.setdefault(size.structure, []).append(planned)
+            return planned
+        return None
 
     def _stands_for(self, above: _Row, size: Size, rows: dict[Size, _Row]) -> bool:
         """Whether a measured size may stand for a smaller one: where no fit will come."""
@@ -215,3 +217,12 @@ def _is_record(size: Size, rows: dict[Size, _Row]) -> bool:
     return any(
         side > max(sides) for side, *sides in zip(size.dims, *(s.dims for s in rows), strict=True)
     )
+
+
+def _top(size: Size, rows: dict[Size, _Row]) -> Size:
+    """The largest size that may have the same plan: each side that varies longer by a bucket."""
+    sides = [
+        side if min(known) == max(known) else min(side + max(known) // _BUCKETS, max(known))
+        for side, *known in zip(size.dims, *(other.dims for other in rows), strict=True)
+    ]
+    return size._replace(dims=tuple(sides))

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lightning_ckpt.core.arguments import PLAIN, is_opaque
 
+MOST_SIDES = 62  # that a size has
 _NUM_TENSORS = 16  # more are told by their number, their largest sides and their sum
+_NUM_DIMENSIONS = 8  # of a tensor; the first of more count as one
 _DEPTH = 6
 _GROUPED = -1
 
@@ -76,7 +78,7 @@ def size_of(batch: Any, kind: int = 0) -> Size:
         kind: what else makes batches unlike.
     """
     shapes = list(_shapes(batch, _DEPTH))
-    if len(shapes) > _NUM_TENSORS:
+    if len(shapes) > _NUM_TENSORS or sum(map(len, shapes)) > MOST_SIDES:
         return _grouped(shapes, kind)
     return Size(kind, tuple(map(len, shapes)), tuple(side for shape in shapes for side in shape))
 
@@ -99,7 +101,9 @@ def _shapes(value: Any, depth: int) -> Iterator[tuple[int, ...]]:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     if not tensor.is_nested:
-        return tuple(tensor.shape)
+        shape = tuple(tensor.shape)
+        more = len(shape) - _NUM_DIMENSIONS
+        return shape if more <= 0 else (prod(shape[: more + 1]), *shape[more + 1 :])
     # The shape of a nested tensor is no tuple of numbers.
     return tuple(tensor.values().shape) if tensor.layout == torch.jagged else (tensor.numel(),)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ckpt.core.sizes import Size, features, size_of
+from lightning_ckpt.core.sizes import MOST_SIDES, Size, features, size_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors.*prototype")
 
@@ -80,6 +80,14 @@ def test_many_tensors_are_told_in_few_numbers() -> None:
     assert few.num_elements == 1500
     assert len(many.dims) == len(few.dims)
     assert "largest sides" in str(few)
+
+
+def test_a_size_has_so_many_sides_at_most() -> None:
+    """The ranks exchange as many numbers for each batch."""
+    shapes = [(1,) * n for n in range(12)]
+    for batch in ([torch.zeros(shape) for shape in shapes] * 3, [torch.zeros((2,) * 6)] * 16):
+        assert 0 < len(size_of(batch).dims) <= MOST_SIDES
+    assert size_of(torch.zeros((2,) * 10)).shapes == [(8, *(2,) * 7)]
 
 
 def test_sizes_compare_where_their_structure_is_one() -> None:
