@@ -10,6 +10,9 @@ and under the plan for the longest, in turn, in one process, with the same budge
 recomputed needs for the longest batch, and `--room` of the way from there to what plain training
 needs. Printed are tokens per second (padding counts as none), by the clock and by CPU time, as the
 median over rounds of the ratio; how many blocks were recomputed; and the peaks.
+
+`--counted` measures and plans on tensors without values, and counts what is multiplied: no clock,
+no noise, any size.
 """
 
 import argparse
@@ -17,20 +20,23 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from sysconfig import get_paths
 
 import torch
-from overhead import Model
-from torch import Tensor
+from overhead import VOCABULARY, WIDTH, Model
+from torch import Tensor, nn
 
 from lightning_ckpt import Plan, apply_partial_checkpoint
+from lightning_ckpt.core._torch import FakeTensorMode, is_fake
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.by_size import PlansBySize
-from lightning_ckpt.core.clock import Clock
+from lightning_ckpt.core.clock import Clock, CostClock
 from lightning_ckpt.core.costs import Measurement, predict
 from lightning_ckpt.core.estimate import measure_step
+from lightning_ckpt.core.live_bytes import LiveBytes
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 from lightning_ckpt.core.sizes import size_of
 
@@ -65,19 +71,21 @@ def batches_of(samples: Sequence[bytes], grouped: bool, seed: int = 1) -> list[t
         longest = max(map(len, group))
         tokens = torch.zeros(len(group), longest, dtype=torch.long)
         for row, sample in zip(tokens, group, strict=True):
-            row[: len(sample)] = torch.tensor(list(sample))
+            row[: len(sample)] = torch.tensor(list(sample))  # bytes
         made.append(({"tokens": tokens}, sum(map(len, group))))
     return made
 
 
-def step(model: Model, batch: Batch) -> Tensor:
+def step(model: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = model(**batch)
     return loss
 
 
 def measured(model: Model, batch: Batch, optimizer: torch.optim.Optimizer) -> Measurement:
-    tracker = peak_tracker("cpu", model)
-    return measure_step(model, batch, step, [optimizer], tracker=tracker, clock=Clock("cpu"))
+    tracker, clock = peak_tracker("cpu", model), Clock("cpu")
+    if is_fake(batch["tokens"]):
+        tracker, clock = LiveBytes("meta"), CostClock("cpu", 30e9, 10e9)
+    return measure_step(model, batch, step, [optimizer], tracker=tracker, clock=clock)
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -138,6 +146,9 @@ def compare(name: str, grouped: bool, options: argparse.Namespace) -> None:
         return plan
 
     ways: dict[str, Choose] = {"one plan": lambda batch: fixed, "by length": own}
+    if options.counted:
+        print(count(name, ways, made), f"{num_measured} of {len(made)} |", flush=True)
+        return
     ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
     with apply_partial_checkpoint(model) as handle:
         peaks = {
@@ -163,6 +174,38 @@ def compare(name: str, grouped: bool, options: argparse.Namespace) -> None:
     )
 
 
+def products(batch: Batch, plan: Plan) -> tuple[int, int]:
+    """What is multiplied in a step: all of it, and what of that is computed again."""
+    rows, length = batch["tokens"].shape
+    hidden = round(2.7 * WIDTH)
+    linear = rows * length * WIDTH * (4 * WIDTH + 3 * hidden)
+    again = {
+        "keep": 0,
+        "recompute": linear + 2 * rows * length**2 * WIDTH,
+        "recompute_saving": 0,
+        "recompute_saving_attention": linear,
+    }
+    repeated = sum(again[block.action] for block in plan)
+    head = rows * length * WIDTH * VOCABULARY
+    return 3 * (len(plan) * again["recompute"] + head) + repeated, repeated
+
+
+def count(name: str, ways: dict[str, Choose], made: Sequence[tuple[Batch, int]]) -> str:
+    """A row of the table that goes by what is multiplied."""
+    total, recomputed = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
+    for batch, _ in made:
+        for way, choose in ways.items():
+            plan = choose(batch)
+            total[way] += products(batch, plan)[0]
+            recomputed[way] += plan.num_recomputed
+    most = sum(products(batch, ways["one plan"](batch))[0] for batch, _ in made)
+    least = most - sum(products(batch, ways["one plan"](batch))[1] for batch, _ in made)
+    return (
+        f"| {name} | {total['one plan'] / total['by length']:.3f} | {most / least:.3f} | "
+        f"{recomputed['one plan']} → {recomputed['by length']} |"
+    )
+
+
 def peak_of(
     handle: Handle,
     choose: Choose,
@@ -185,13 +228,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--only", choices=["alike", "random"], help="one of the two rows")
+    parser.add_argument("--counted", action="store_true", help="count products, and time nothing")
     parser.add_argument("--room", type=float, default=0.05)
     options = parser.parse_args()
-    print("| batches | budget MiB | tokens/s, wall | CPU time | CPU, all rounds | blocks ", end="")
-    print("recomputed | tokens/s | measured | peak MiB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    compare("of like length", True, options)
-    compare("at random, padded", False, options)
+    rows = {"alike": ("of like length", True), "random": ("at random, padded", False)}
+    chosen = [rows[options.only]] if options.only else list(rows.values())
+    if options.counted:
+        print("| batches | products, one plan over by length | at most | ", end="")
+        print("blocks recomputed | measured |")
+        print("| --- | --- | --- | --- | --- |")
+    else:
+        print("| batches | budget MiB | tokens/s, wall | CPU time | CPU, all rounds | ", end="")
+        print("blocks recomputed | tokens/s | measured | peak MiB |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    with FakeTensorMode() if options.counted else nullcontext():
+        for name, is_grouped in chosen:
+            compare(name, is_grouped, options)
 
 
 if __name__ == "__main__":
