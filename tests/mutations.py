@@ -37,6 +37,8 @@ SITUATIONS = "tests/lightning/test_monitor_situations.py"
 PICTURES = "tests/lightning/test_monitor_pictures.py"
 VERIFY_IN_FIT = "tests/lightning/test_verify_in_fit.py"
 FAKE = "tests/core/test_fake.py"
+BY_SIZE, FITTED = "tests/core/test_by_size.py", "tests/core/test_fitted.py"
+CHANGING = "tests/core/test_changing_plans.py"
 TIMELINE, MEASURE = "tests/core/test_memory_timeline.py", "tests/core/test_measure.py"
 
 
@@ -392,6 +394,46 @@ MUTATIONS = [
         "with FakeTensorMode(allow_non_fake_inputs=True), _WholeNumbers():",
         "with FakeTensorMode(allow_non_fake_inputs=True):",
         (FAKE,),
+        "the first step counts no more once others are known",
+        f"{CORE}/by_size.py",
+        "settled = [row for row in rows.values() if row.is_settled]",
+        "settled = list(rows.values())",
+        (BY_SIZE,),
+    ),
+    Mutation(
+        "the optimizer counts in each micro-batch",
+        f"{CORE}/by_size.py",
+        "peak=max(last.peak, self._tail)",
+        "peak=last.peak",
+        (BY_SIZE,),
+    ),
+    Mutation(
+        "what is not fitted exactly is taken too large",
+        f"{CORE}/fitted.py",
+        "_SAFETY * np.abs(weights).sum() * residuals",
+        "0 * residuals",
+        (FITTED,),
+    ),
+    Mutation(
+        "sizes far from all are measured",
+        f"{CORE}/fitted.py",
+        "np.abs(weights).sum() > _MOST_WEIGHT or ",
+        "",
+        (FITTED,),
+    ),
+    Mutation(
+        "sizes larger than all are measured",
+        f"{CORE}/fitted.py",
+        "(own > high).any() or ",
+        "",
+        (FITTED,),
+    ),
+    Mutation(
+        "classes of a plan that changes stay",
+        f"{CORE}/apply.py",
+        "                self._classes.add(type(block))\n                offloader",
+        "                offloader",
+        (CHANGING,),
     ),
 ]
 
