@@ -431,8 +431,8 @@ MUTATIONS = [
     Mutation(
         "classes of a plan that changes stay",
         f"{CORE}/apply.py",
-        "                self._classes.add(type(block))\n                offloader",
-        "                offloader",
+        "                self._classes.add(type(block))\n",
+        "",
         (CHANGING,),
     ),
 ]

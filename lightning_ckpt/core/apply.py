@@ -86,7 +86,6 @@ class Handle:
         before, self.plan = self.plan, plan
         for block, old, new in zip(self._blocks, before, plan, strict=False):
             if (old.action, old.offload) != (new.action, new.offload):
-                self._classes.add(type(block))
                 offloader = self.offloader if new.offload else None
                 entries = _told[block]
                 entries[:] = [
