@@ -160,8 +160,11 @@ class BudgetedBatches(Callback):
         if self._now is None:
             return
         self._now.pause()
-        # Of micro-batches of one size the last: the optimizer may step in it.
-        self._done = [done for done in self._done if done.size != self._now.size] + [self._now]
+        # Of micro-batches of one size the last: the optimizer may step in it. (Without sides they
+        # may be unlike.)
+        size = self._now.size
+        self._done = [done for done in self._done if done.size != size or not size.dims]
+        self._done.append(self._now)
         self._now = None
         # At first the optimizer's states are not there yet: wait until they are.
         if self._plans is not None or trainer.global_step != self._first_step:
