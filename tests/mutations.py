@@ -394,6 +394,8 @@ MUTATIONS = [
         "with FakeTensorMode(allow_non_fake_inputs=True), _WholeNumbers():",
         "with FakeTensorMode(allow_non_fake_inputs=True):",
         (FAKE,),
+    ),
+    Mutation(
         "the first step counts no more once others are known",
         f"{CORE}/by_size.py",
         "settled = [row for row in rows.values() if row.is_settled]",
