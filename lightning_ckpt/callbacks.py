@@ -48,13 +48,18 @@ class PartialCheckpoint(Callback):
             the plan for its own; now and then one that is larger than all before is measured too.
         plan: in place of all others, what happens to each block: a `Plan`, its dict, or the path
             of a YAML or JSON file.
+        on_oom: what an out-of-memory error in forward or backward does. "raise": it ends the run.
+            "tighten": the batch is repeated under a tighter plan, which stays, as if it had not
+            failed; `num_oom` counts these. It costs a look at the module's state before each batch,
+            and needs one device and automatic optimization (docs/budget.md).
 
     Raises:
         TypeError: an argument is of a wrong kind.
         ValueError: an argument has an impossible value, or contradicts another; at the start of
             fit: no block was found; after the first step: no plan is within the budget.
         MisconfigurationException: a second `PartialCheckpoint`, a strategy that checkpoints, or an
-            XLA device; `verify` with a strategy that shards, or a module that optimizes by hand.
+            XLA device; `verify` with a strategy that shards, or a module that optimizes by hand;
+            `on_oom="tighten"` with several ranks, or where a batch cannot be repeated.
         RuntimeError: `verify` found a difference.
     """
 
@@ -66,8 +71,9 @@ class PartialCheckpoint(Callback):
         verify: bool = False,
         budget: int | float | str | None = None,
         plan: Any = None,
+        on_oom: str = "raise",
     ) -> None:
-        self.fit_plan = FitPlan(every_n, offload, layers, budget, plan)
+        self.fit_plan = FitPlan(every_n, offload, layers, budget, plan, on_oom)
         self.verify = verify
         self._is_verified = False
 
@@ -91,6 +97,11 @@ class PartialCheckpoint(Callback):
         """The plan in force, None outside of fit."""
         return self.fit_plan.handle
 
+    @property
+    def num_oom(self) -> int:
+        """How many out-of-memory errors were met by a tighter plan, in this fit or the last."""
+        return self.fit_plan.num_oom
+
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         if stage != "fit":
@@ -109,6 +120,7 @@ class PartialCheckpoint(Callback):
         self.fit_plan.apply_on_all_ranks(pl_module)
         self.fit_plan.tell(trainer)
         self.fit_plan.measure(trainer)
+        self.fit_plan.survive(trainer)
 
     @override
     def on_train_batch_start(

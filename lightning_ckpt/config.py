@@ -22,6 +22,7 @@ from lightning_ckpt.core.apply import check_words
 from lightning_ckpt.core.blocks import check_layers
 from lightning_ckpt.core.offload import read_offload
 from lightning_ckpt.core.plan import check_every_n, read_plan
+from lightning_ckpt.core.tighten import read_on_oom
 from lightning_ckpt.monitor_settings import MonitorSettings
 
 # Keys that `hydra.utils.instantiate` reads itself.
@@ -40,9 +41,11 @@ class PlanConfig:
     layers: Any
     budget: Any
     plan: Any
+    on_oom: str
 
     def __post_init__(self) -> None:
         check_every_n(self.every_n)
+        read_on_oom(self.on_oom)
         read_offload(self.offload)
         check_layers(self.layers)
         if self.every_n != 1 and (self.budget is not None or self.plan is not None):

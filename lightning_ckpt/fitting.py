@@ -33,8 +33,10 @@ from lightning_ckpt.core.offload import (
 )
 from lightning_ckpt.core.peak import PeakUnavailable
 from lightning_ckpt.core.plan import Plan, check_every_n, read_plan
+from lightning_ckpt.core.tighten import read_on_oom, tightened
 from lightning_ckpt.ranks import from_all_ranks
 from lightning_ckpt.summary import print_measuring, print_offload, print_plan
+from lightning_ckpt.surviving import Surviving
 
 _FAILED = "failed: "  # begins the report of a rank that has no plan
 
@@ -44,7 +46,7 @@ class FitPlan:
 
     Args:
         every_n, offload, layers, plan: as in `lightning_ckpt.apply_partial_checkpoint`.
-        budget: as in `PartialCheckpoint`.
+        budget, on_oom: as in `PartialCheckpoint`.
 
     Raises:
         TypeError, ValueError: a word is impossible, or two contradict each other.
@@ -57,6 +59,7 @@ class FitPlan:
         layers: Any,
         budget: int | float | str | None = None,
         plan: Any = None,
+        on_oom: str = "raise",
     ) -> None:
         self.every_n = check_every_n(every_n)
         read_offload(offload)
@@ -66,7 +69,10 @@ class FitPlan:
         self.layers = layers
         self.budget = budget
         self.plan = None if plan is None else read_plan(plan)
+        self.on_oom = read_on_oom(on_oom)
         self.handle: Handle | None = None
+        self.num_oom = 0
+        self._surviving: Surviving | None = None
         self._batches: BudgetedBatches | None = None
         self._settled_epoch = -1
         self._end_first_step: Callable[[], OffloadReport] | None = None
@@ -149,6 +155,32 @@ class FitPlan:
         chosen = self._batches.plan if self._batches is not None else None
         return chosen or (self.handle.plan if self.handle is not None else None)
 
+    def survive(self, trainer: "pl.Trainer") -> None:
+        """With `on_oom="tighten"`: repeat each batch that runs out of memory under a tighter plan.
+
+        Raises:
+            MisconfigurationException: batches of this trainer cannot be repeated.
+        """
+        if self.on_oom == "tighten" and self._surviving is None:
+            self.num_oom = 0
+            self._surviving = Surviving(lambda: self.handle, self._tighter, self._follow_tighter)
+            self._surviving.attach(trainer)
+
+    def _tighter(self, is_last: bool) -> Plan | None:
+        if self.handle is None:
+            return None
+        plan = self._batches.tighter() if self._batches is not None and not is_last else None
+        return plan or tightened(self.handle.plan, is_last=is_last or self.budget is not None)
+
+    def _follow_tighter(self, module: "pl.LightningModule", plan: Plan) -> None:
+        self.num_oom += 1
+        if self.handle is not None and self.handle.offloader is None:
+            self.put(plan)
+            return
+        self.take_back()  # what an offload was about when memory ran out is over
+        self.handle = apply_plan_quietly(module, plan, read_offload(self.offload))
+        self._is_watched = False
+
     def follow(self, trainer: "pl.Trainer") -> None:
         """`apply` once in each epoch, before its first step: the module may have built or exchanged
         blocks. (A resumed epoch does not begin with batch 0.)"""
@@ -161,9 +193,10 @@ class FitPlan:
         """Leave the model, and the trainer, as they were."""
         self._settled_epoch = -1
         self.take_back()
-        if self._batches is not None:
-            self._batches.detach()
-        self._batches = None
+        for attached in (self._batches, self._surviving):
+            if attached is not None:
+                attached.detach()
+        self._batches = self._surviving = None
 
     def take_back(self) -> None:
         """Leave the model as it was; what is to be measured still is."""
@@ -221,7 +254,8 @@ class FitPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan in force is not for another process.
-        return {**vars(self), "handle": None, "_batches": None, "_end_first_step": None}
+        of_a_fit = ("handle", "_batches", "_surviving", "_end_first_step")
+        return vars(self) | dict.fromkeys(of_a_fit)
 
 
 @rank_zero_only

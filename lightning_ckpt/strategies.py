@@ -33,6 +33,7 @@ class _PartialCheckpointing(Strategy):
         layers: which modules are the blocks, if not those that are found by themselves; as in
             `PartialCheckpoint`.
         budget, plan: in place of `every_n`, as in `PartialCheckpoint`.
+        on_oom: as in `PartialCheckpoint`; "tighten" needs one device.
         *args: those of Lightning's strategy.
         **kwargs: those of Lightning's strategy.
 
@@ -40,8 +41,8 @@ class _PartialCheckpointing(Strategy):
         TypeError: an argument is of a wrong kind.
         ValueError: an argument has an impossible value; at the start of fit: no block was found.
         MisconfigurationException: the strategy was told to checkpoint by itself; at the start of
-            fit: the device is an XLA one. (That a callback is there too, the callback says, which
-            is asked first.)
+            fit: the device is an XLA one, or `on_oom="tighten"` cannot repeat its batches. (That a
+            callback is there too, the callback says, which is asked first.)
         RuntimeError: at the start of fit: the ranks have different plans or models.
     """
 
@@ -53,9 +54,10 @@ class _PartialCheckpointing(Strategy):
         layers: Any = None,
         budget: int | float | str | None = None,
         plan: Any = None,
+        on_oom: str = "raise",
         **kwargs: Any,
     ) -> None:
-        self.fit_plan = FitPlan(every_n, offload, layers, budget, plan)
+        self.fit_plan = FitPlan(every_n, offload, layers, budget, plan, on_oom)
         super().__init__(*args, **kwargs)
         if checkpoints_by_itself(self):
             raise MisconfigurationException(
@@ -69,6 +71,11 @@ class _PartialCheckpointing(Strategy):
         """The plan in force, None outside of fit."""
         return self.fit_plan.handle
 
+    @property
+    def num_oom(self) -> int:
+        """How many out-of-memory errors were met by a tighter plan, in this fit or the last."""
+        return self.fit_plan.num_oom
+
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -77,6 +84,7 @@ class _PartialCheckpointing(Strategy):
             self.fit_plan.apply_on_all_ranks(self.lightning_module)
             self.fit_plan.tell(trainer)
             self.fit_plan.measure(trainer)
+            self.fit_plan.survive(trainer)
         super().setup(trainer)
 
     @override
@@ -109,8 +117,8 @@ class PartialCheckpointStrategy(_PartialCheckpointing, SingleDeviceStrategy):
 
     Args:
         device: another device than the trainer's.
-        **kwargs: `every_n`, `offload`, `layers`, `budget`, `plan` as in `PartialCheckpoint`, and
-            all that `SingleDeviceStrategy` takes.
+        **kwargs: `every_n`, `offload`, `layers`, `budget`, `plan`, `on_oom` as in
+            `PartialCheckpoint`, and all that `SingleDeviceStrategy` takes.
 
     Raises:
         MisconfigurationException: the trainer has more than one device; and what

@@ -149,6 +149,32 @@ def print_offload(report: OffloadReport, console: Console | None = None) -> None
         console.print(f"- {sentence}", markup=False, highlight=False)
 
 
+def print_survived(
+    place: tuple[int, int], before: Plan, now: Plan, num_tries: int, console: Console | None = None
+) -> None:
+    """Print one line: a batch ran out of memory and was repeated under a tighter plan.
+
+    Args:
+        place: epoch and index of the batch.
+        before: the plan that it was begun with.
+        now: the plan that it passed with.
+        num_tries: how often it was repeated.
+        console: where to print; a terminal of the usual kind by default.
+    """
+    times = "once" if num_tries == 1 else f"{num_tries} times"
+    (console or Console(soft_wrap=True)).print(
+        f"Out of memory in epoch {place[0]}, batch {place[1]}, repeated {times}: of {len(before)} "
+        f"blocks {_num_whole(before)} were recomputed as a whole, from now on {_num_whole(now)}",
+        style="yellow",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _num_whole(plan: Plan) -> int:
+    return sum(block.action == "recompute" for block in plan)
+
+
 def print_report(report: Report, console: Console | None = None) -> None:
     """Print what `verify` compared and counted, and a row for each thing that differs.
 

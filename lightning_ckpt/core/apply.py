@@ -211,8 +211,10 @@ def apply_quietly(
     return _apply(module, blocks, plan, config)
 
 
-def apply_plan_quietly(module: nn.Module, plan: Plan) -> Handle:
-    """Put a plan of this model in force, block by block.
+def apply_plan_quietly(
+    module: nn.Module, plan: Plan, config: OffloadConfig | None = None
+) -> Handle:
+    """Put a plan of this model in force, block by block; `config` says more of its offload.
 
     Raises:
         ValueError: a block that it names is not there, is of another class, or lies in another.
@@ -220,7 +222,8 @@ def apply_plan_quietly(module: nn.Module, plan: Plan) -> Handle:
     places = {block.offload for block in plan if block.offload}
     if len(places) > 1:
         raise ValueError(f"plan offloads to {' and '.join(sorted(places))}; choose one place")
-    config = OffloadConfig(target=places.pop(), scope="all") if places else None
+    if config is None and places:
+        config = OffloadConfig(target=places.pop(), scope="all")
     blocks = named_blocks(module, plan)
     return _apply(module, blocks, _with_class_names(plan, blocks), config)
 

@@ -23,11 +23,21 @@ def generators_in(objects: Iterable[Any]) -> list[Any]:
     numpy = sys.modules.get("numpy")  # a block cannot draw from what nobody imported
     if numpy is not None:
         found.append(numpy.random)
-    return found + [o for o in objects if _is_generator(type(o))]  # type: ignore[arg-type]
+    return found + [o for o in objects if is_generator(type(o))]  # type: ignore[arg-type]
+
+
+def torch_generators() -> list[torch.Generator]:
+    """Torch's global generators: of the CPU, and of each device in use."""
+    found = [torch.default_generator]
+    if torch.accelerator.is_available():
+        device = torch.get_device_module(torch.accelerator.current_accelerator())
+        found += getattr(device, "default_generators", ())
+    return found
 
 
 @functools.cache  # asked for every attribute at every call, and `torch.Generator` is slow to ask
-def _is_generator(kind: type) -> bool:
+def is_generator(kind: type) -> bool:
+    """Whether objects of this class are random streams with a state."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:

@@ -5,9 +5,8 @@ cannot afford. This looks as far as it can, since it has to find what the other 
 """
 
 import functools
-import operator
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.core._torch import is_fake
-from lightning_ckpt.core.generators import generators_in, get_state, set_state
+from lightning_ckpt.core.contents import CONTAINERS, contents, put_contents
+from lightning_ckpt.core.generators import (
+    generators_in,
+    get_state,
+    set_state,
+    torch_generators,
+)
 from lightning_ckpt.core.sameness import (
     ABSENT,
     GeneratorState,
@@ -28,7 +33,6 @@ from lightning_ckpt.core.sameness import (
 _DEPTH = 6  # levels of objects below a module; what lies deeper is a library's, not state
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_CONTAINERS = (dict, list, set, deque)
 
 
 class Snapshot:
@@ -65,7 +69,7 @@ class Snapshot:
 
     def _reach(self) -> Iterator[tuple[str, Any]]:
         known = {id(stranger): stranger for stranger in self._strangers}
-        streams = {f"generator {_name(g)}": g for g in (*generators_in(()), *_of_torch())}
+        streams = {f"generator {_name(g)}": g for g in (*generators_in(()), *torch_generators())}
         for name, root in (streams | self._roots).items():
             yield from _reach(name, root, _DEPTH, known)
 
@@ -121,7 +125,7 @@ def _copy_of(value: Any) -> Any:
         return {item for item in value if isinstance(item, _PLAIN)}
     if isinstance(value, _PLAIN):
         return value
-    size = len(value) if isinstance(value, (*_CONTAINERS, tuple)) else 0
+    size = len(value) if isinstance(value, (*CONTAINERS, tuple)) else 0
     return f"a {type(value).__name__} of {size}"
 
 
@@ -139,50 +143,14 @@ def _restorer(value: Any, copy: Any) -> Callable[[], None]:
         return functools.partial(set_state, value, copy.state)
     if is_array(value):
         return functools.partial(_put_array, value, copy)
-    owners = [value] if isinstance(value, _CONTAINERS) else []
+    owners = [value] if isinstance(value, CONTAINERS) else []
     if hasattr(value, "__dict__"):
         owners.append(vars(value))
     if isinstance(value, nn.Module):
         owners += _registries(value)
     # What stands in them has a restorer of its own.
-    kept = [(owner, _contents(owner)) for owner in owners]
-    return functools.partial(_put_contents, kept)
-
-
-def _contents(owner: Any) -> Any:
-    return dict(owner.items()) if isinstance(owner, dict) else list(owner)
-
-
-def _put_contents(kept: list[tuple[Any, Any]]) -> None:
-    for owner, content in kept:
-        if not _is_untouched(owner, content):
-            _put(owner, content)
-
-
-def _put(owner: Any, content: Any) -> None:
-    """By the methods of the base: subclasses such as Transformers' `ModelOutput` forbid some."""
-    base: Any = next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(owner, kind))
-    base.clear(owner)
-    if isinstance(owner, dict):
-        for key, value in content.items():
-            base.__setitem__(owner, key, value)
-    elif isinstance(owner, set):
-        owner.update(content)
-    else:
-        owner.extend(content)
-
-
-def _is_untouched(owner: Any, content: Any) -> bool:
-    """Whether it holds the same objects in the same order."""
-    if isinstance(owner, set):
-        return bool(owner == set(content))
-    now = _flat(owner)
-    before = _flat(content)
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _flat(owner: Any) -> list[Any]:
-    return [*owner.keys(), *owner.values()] if isinstance(owner, dict) else list(owner)
+    kept = [(owner, contents(owner)) for owner in owners]
+    return functools.partial(put_contents, kept)
 
 
 def _put_array(array: Any, copy: Any) -> None:
@@ -211,15 +179,6 @@ def _tensor_restorer(tensor: Tensor, copy: Tensor | None) -> Callable[[], None]:
 
 def _is_stream(value: Any) -> bool:
     return any(generator is value for generator in generators_in([value]))
-
-
-def _of_torch() -> list[torch.Generator]:
-    """Torch's global generators: of the CPU, and of each device in use."""
-    found = [torch.default_generator]
-    if torch.accelerator.is_available():
-        device = torch.get_device_module(torch.accelerator.current_accelerator())
-        found += getattr(device, "default_generators", ())
-    return found
 
 
 def _name(generator: Any) -> str:
