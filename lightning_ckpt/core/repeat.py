@@ -13,7 +13,6 @@ repeat(step, state, sums, retry)
 import gc
 import sys
 from collections.abc import Callable
-from itertools import count
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -62,8 +61,10 @@ def repeat(
             in it says why.
     """
     failed: Exception | None = None
+    number = 0
     try:
-        for number in count(1):
+        while True:
+            number += 1
             sums.begin_try()
             try:
                 result = run()
@@ -87,7 +88,6 @@ def repeat(
             retry.follow(plan)
     finally:
         sums.end()
-    raise AssertionError
 
 
 def _next_plan(number: int, error: Exception, obstacle: str | None, retry: Retry) -> Plan | None:

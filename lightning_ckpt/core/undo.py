@@ -38,7 +38,6 @@ class _Seen(NamedTuple):
     """A tensor as it was; `copy` is None where there is none."""
 
     tensor: Tensor
-    kind: type
     version: int
     requires_grad: bool
     grad: Tensor | None
@@ -62,6 +61,7 @@ class StateBefore:
         self._contents: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._tensors: list[_Seen] = []
+        self._lazy: list[Tensor] = []
         self._known: dict[int, Any] = {id(stranger): stranger for stranger in strangers}
         streams = [*generators_in(()), *torch_generators()]
         self._streams = [(stream, get_state(stream)) for stream in streams]
@@ -70,9 +70,11 @@ class StateBefore:
 
     def obstacle(self) -> str | None:
         """What has moved and cannot be put back, in words; None if all can."""
+        for tensor in self._lazy:
+            if not is_lazy(tensor):
+                return f"{self._name(tensor)} was made"
         for seen in self._tensors:
-            moved = tensor_version(seen.tensor) != seen.version and seen.copy is None
-            if moved or type(seen.tensor) is not seen.kind:
+            if seen.copy is None and tensor_version(seen.tensor) != seen.version:
                 return f"{self._name(seen.tensor)} was changed in place"
             if seen.grad is not None and tensor_version(seen.grad) != seen.grad_version:
                 return f"the gradient of {self._name(seen.tensor)} was changed in place"
@@ -146,16 +148,18 @@ class StateBefore:
         return list(vars(value).values())
 
     def _tensor(self, tensor: Tensor, copies: bool) -> None:
+        if is_lazy(tensor):
+            self._lazy.append(tensor)
+            return
         version, flag = tensor_version(tensor), tensor.requires_grad
-        if isinstance(tensor, nn.Parameter) or is_lazy(tensor):  # its gradient: `core.sums`
-            self._tensors.append(_Seen(tensor, type(tensor), version, flag, None, 0, None))
+        if isinstance(tensor, nn.Parameter):  # its gradient is for `core.sums`
+            self._tensors.append(_Seen(tensor, version, flag, None, 0, None))
         elif not is_fake(tensor):
             is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
             copy = tensor.detach().clone() if is_small and copies else None
             grad = tensor.grad if tensor.is_leaf else None
             grad_version = 0 if grad is None else tensor_version(grad)
-            seen = _Seen(tensor, type(tensor), version, flag, grad, grad_version, copy)
-            self._tensors.append(seen)
+            self._tensors.append(_Seen(tensor, version, flag, grad, grad_version, copy))
 
     def _name(self, tensor: Tensor) -> str:
         named = {id(p): f"parameter {name!r}" for name, p in self._model.named_parameters()}
