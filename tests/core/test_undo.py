@@ -225,7 +225,7 @@ def test_what_is_not_copied_must_not_move(move: Any, words: str) -> None:
 
 
 def test_a_lazy_module_that_was_made_is_an_obstacle() -> None:
-    model = nn.Sequential(nn.LazyLinear(2))
+    model = nn.Sequential(nn.LazyLinear(2, bias=False))
     state = StateBefore(model)
     model(torch.ones(1, 3))
     assert "parameter '0.weight'" in str(state.obstacle())
