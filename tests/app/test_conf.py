@@ -54,6 +54,13 @@ def test_each_file_composes_and_makes_its_objects(
     assert all(instantiate(each) is not None for each in nodes)
 
 
+def test_out_of_memory_words_arrive(compose_app: Compose) -> None:
+    callback = instantiate(compose_app("checkpoint.on_oom=tighten").checkpoint)
+    assert callback.fit_plan.on_oom == "tighten"
+    config = compose_app("strategy=single_device", "strategy.on_oom=tighten")
+    assert instantiate(config.strategy).fit_plan.on_oom == "tighten"
+
+
 def test_wandb_composes_and_is_not_needed(compose_app: Compose) -> None:
     config = compose_app("logger=wandb")
     check(config)

@@ -51,6 +51,8 @@ def test_every_n_of_no_checkpoint_is_refused(compose_app: Compose) -> None:
         (["checkpoint.offload=hsot"], "checkpoint.offload='hsot' is not known"),
         (["checkpoint.offload=1"], "checkpoint.offload must be"),
         (["checkpoint.layers=3"], "checkpoint.layers"),
+        (["checkpoint.on_oom=retry"], "checkpoint.on_oom='retry' is not known"),
+        (["strategy=single_device", "strategy.on_oom=on"], "strategy.on_oom='on' is not known"),
         (["checkpoint.budget=1GiB"], "checkpoint.every_n=2 contradicts budget and plan"),
         (
             ["strategy=ddp", "strategy.plan=p.yaml"],
