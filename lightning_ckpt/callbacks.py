@@ -46,8 +46,8 @@ class PartialCheckpoint(Callback):
             a margin). The first step recomputes every block and is measured; from the second on
             the fastest plan within the budget is in force. Where batches differ in size each gets
             the plan for its own; now and then one that is larger than all before is measured too.
-        plan: in place of those above, what happens to each block: a `Plan`, its dict, or the path
-            of a YAML or JSON file.
+        plan: in place of all above but `verify`, what happens to each block: a `Plan`, its dict, or
+            the path of a YAML or JSON file.
         on_oom: what an out-of-memory error in forward or backward does. "raise": it ends the run.
             "tighten": the batch is repeated under a tighter plan, which stays, as if it had not
             failed; `num_oom` counts these. It costs a look at the module's state before each batch,

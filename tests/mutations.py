@@ -438,6 +438,13 @@ MUTATIONS = [
         (REPEAT,),
     ),
     Mutation(
+        "autograd's queue after an error",
+        f"{CORE}/repeat.py",
+        "oldest.backward(retain_graph=True)",
+        "pass",
+        (REPEAT,),
+    ),
+    Mutation(
         "state after an error", f"{CORE}/repeat.py", "state.restore()", "pass", (REPEAT, SURVIVING)
     ),
     Mutation(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_ckpt.core.plan import Plan
 from lightning_ckpt.core.sums import CannotRepeat, GradientSums
@@ -60,6 +61,7 @@ def repeat(
         Exception: what `run` raised, where it is no such error, or cannot be repeated; then a note
             in it says why.
     """
+    oldest = _oldest_node()
     failed: Exception | None = None
     number = 0
     try:
@@ -84,7 +86,7 @@ def repeat(
             # Outside of `except`: the frames of the failed try are gone, and its tensors with them.
             sums.drop()
             state.restore()
-            _free(retry.device)
+            _free(retry.device, oldest)
             retry.follow(plan)
     finally:
         sums.end()
@@ -122,8 +124,20 @@ def _without_frames(error: Exception) -> Exception:
     return error
 
 
-def _free(device: torch.device) -> None:
-    """Let go of what only waits to be collected, and of what the allocator keeps."""
+def _oldest_node() -> Tensor:
+    """The result of an operation that was done before the step."""
+    with torch.enable_grad():
+        return torch.zeros((), device="cpu", requires_grad=True) * 1
+
+
+def _free(device: torch.device, oldest: Tensor) -> None:
+    """Let go of what only waits to be collected, and of what the allocator keeps.
+
+    What a failed backward had still to do stays in a queue of its thread, and holds a part of the
+    graph, until another backward takes it out and throws it away. Later operations are taken out
+    first, so a backward through an earlier one empties the queue.
+    """
+    oldest.backward(retain_graph=True)
     torch.clear_autocast_cache()
     gc.collect()
     if device.type != "cpu":

@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DIM, MlpBlock, assert_same, generator_states, seed_all
+from helpers import DIM, MlpBlock, Stack, assert_same, generator_states, seed_all
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -46,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a second at each failure; and what must be gone must be so without."""
+    """It takes a quarter of a second at each failure."""
     monkeypatch.setattr(gc, "collect", lambda *args: 0)
 
 
@@ -127,9 +127,6 @@ def plain() -> Any:
     return train()[1]
 
 
-NUM_OPERATIONS = 300  # of a micro-batch, about
-
-
 @pytest.mark.parametrize("batch_idx", [3, 4, 5])
 @pytest.mark.parametrize("at", [[5], [60], [110], [150], [190], [230], [80, 320]])
 def test_as_if_nothing_had_failed(at: list[int], batch_idx: int, plain: Any) -> None:
@@ -141,7 +138,7 @@ def test_as_if_nothing_had_failed(at: list[int], batch_idx: int, plain: Any) -> 
 
 def test_that_these_operations_lie_all_over_a_batch() -> None:
     (_, bomb, _), _ = train([10**9], (1, 4))
-    assert 240 < bomb.count < NUM_OPERATIONS
+    assert 230 < bomb.count < 320
 
 
 def test_by_default_the_error_ends_the_run() -> None:
@@ -443,6 +440,7 @@ def test_compiled(whole: bool) -> None:
     class CompiledLit(LoggingLit):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
+            self.net = Stack(MlpBlock, 4)
             for part in [self.net] if whole else self.net.layers:
                 part.compile(backend="aot_eager")
 
