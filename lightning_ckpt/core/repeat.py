@@ -135,7 +135,9 @@ def _free(device: torch.device, oldest: Tensor) -> None:
 
     What a failed backward had still to do stays in a queue of its thread, and holds a part of the
     graph, until another backward takes it out and throws it away. Later operations are taken out
-    first, so a backward through an earlier one empties the queue.
+    first, so a backward through an earlier one empties the queue. A forward that failed inside of
+    `torch.utils.checkpoint` leaves its hooks on saved tensors in force until its generator is
+    collected.
     """
     oldest.backward(retain_graph=True)
     torch.clear_autocast_cache()

@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +46,13 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a quarter of a second at each failure."""
-    monkeypatch.setattr(gc, "collect", lambda *args: 0)
+def quick_collection() -> Iterator[None]:
+    """At each failure garbage is collected: look only at what is new, not at all of torch. (In
+    torch 2.8 a forward that failed leaves a checkpoint's hooks until its frames are collected.)"""
+    gc.freeze()
+    yield
+    gc.collect()
+    gc.unfreeze()
 
 
 class LoggingLit(Lit):
@@ -324,7 +329,7 @@ def test_offload_goes_on(plain: Any, tmp_path: Path) -> None:
         assert moved[-1] == (config, "disk")
 
 
-@pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path=")  # of a callback that may resume
+@pytest.mark.filterwarnings(r"ignore:.*.fit\(ckpt_path=")  # of a callback that may resume
 def test_given_up_at_the_tightest(tmp_path: Path) -> None:
     saving = OnExceptionCheckpoint(str(tmp_path))
     callback = PartialCheckpoint(every_n=4, on_oom="tighten")
