@@ -57,6 +57,7 @@ class BudgetedBatches(Callback):
         """The blocks are others: measure anew."""
         self._plans: PlansBySize | None = None
         self._all: Plan | None = None  # recomputes every block
+        self._size_now: Size | None = None
         self._now: MeasuredBatch | None = None
         self._done: list[MeasuredBatch] = []
         self._first_step = 0
@@ -72,6 +73,16 @@ class BudgetedBatches(Callback):
     def plan(self) -> Plan | None:
         """The plan of the largest batch so far, None before there is one."""
         return None if self._plans is None else self._plans.largest().plan
+
+    def tighter(self) -> Plan | None:
+        """Lower the budget, as the batch ran out of memory within it; gives a plan for this batch,
+        None where nothing is known of it."""
+        handle = self._owner.handle
+        if self._plans is None or self._size_now is None or handle is None or self._now is not None:
+            return None
+        plan = self._plans.lower(self._size_now, handle.plan)
+        self._budget = self._plans.budget  # for other blocks, too
+        return plan
 
     def attach(self, trainer: "pl.Trainer") -> None:
         """Become one of the trainer's callbacks."""
@@ -95,6 +106,7 @@ class BudgetedBatches(Callback):
         if handle is None:
             return
         size = self._size(trainer, batch, batch_idx)
+        self._size_now = size
         plan = self._choose(trainer, size)
         if plan is not None:
             self._follow(plan)

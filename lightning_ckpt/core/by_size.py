@@ -18,6 +18,7 @@ from lightning_ckpt.core.sizes import Size
 _MOST_SIZES = 48  # measured, of one structure; then a larger one's plan must do
 _MOST_PLANS = 4096
 _BUCKETS = 32  # in the longest side: sizes that differ by less than one may share a plan
+_STEP_DOWN = 0.9  # of the budget, when memory runs out all the same
 _NEAR = 1.5  # sides of a measured size that stands for a smaller one, where no fit is possible
 
 
@@ -66,6 +67,7 @@ class PlansBySize:
         self._measured: dict[Size, Planned] = {}
         self._tail = 0  # the most that the end of a step took, with the optimizer in it
         self.num_planned = 0  # how often a plan was searched for
+        self._is_lowered = False
 
     def add(self, found: Sequence[tuple[Size, Measurement]], *, is_settled: bool) -> None:
         """Learn from steps in which every block was recomputed.
@@ -77,9 +79,7 @@ class PlansBySize:
         Raises:
             BudgetTooSmall: no plan fits one of these batches.
         """
-        self._plans.clear()
-        self._planned.clear()
-        self._measured.clear()
+        self._forget_plans()
         for size, measured in found:
             step = canonical(measured)
             rows = self._rows.setdefault(size.structure, {})
@@ -90,6 +90,33 @@ class PlansBySize:
                 self._tail = max(self._tail, step.segments[-1].peak)
         for size, _ in found:
             self._of(self._rows[size.structure][size])
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._planned.clear()
+        self._measured.clear()
+
+    def lower(self, size: Size, plan: Plan) -> Plan | None:
+        """Lower the budget, for all batches from now on, until another plan follows from it.
+
+        Where no plan is within the lowered budget every block is recomputed, without an error.
+
+        Args:
+            size: of a batch that ran out of memory.
+            plan: under which it did.
+
+        Returns:
+            Its plan within the new budget; None: it is not known.
+        """
+        self._is_lowered = True
+        while True:
+            self.budget = int(_STEP_DOWN * self.budget)
+            self._forget_plans()
+            found = self.choose(size)
+            if found is None or found.blocks != plan.blocks:
+                return found
+            if all(block.action == "recompute" for block in plan):
+                return None
 
     def choose(self, size: Size) -> Plan | None:
         """The plan for a batch of this size; None: measure it."""
@@ -127,14 +154,14 @@ class PlansBySize:
         larger = [r for r in rows.values() if r.is_settled and _is_within(size, r.size)]
         is_full = len(rows) >= _MOST_SIZES
         if not larger:
-            return self._recomputed(size, next(iter(rows.values()))) if is_full else None
+            step = next(iter(rows.values())).steps[0]
+            return self._recomputed(size, step) if is_full else None
         above = min(larger, key=lambda row: row.size.num_elements)
         planned = self._of(above)
         is_enough = planned.is_free or is_full or self._stands_for(above, size, rows)
         return planned if is_enough else None
 
-    def _recomputed(self, size: Size, row: _Row) -> Planned:
-        step = row.steps[0]
+    def _recomputed(self, size: Size, step: Measurement) -> Planned:
         blocks = zip(step.names, step.class_names, strict=True)
         plan = Plan(tuple(BlockPlan(*block, "recompute") for block in blocks), notes=self._notes)
         return Planned(size, plan, is_free=False)
@@ -186,6 +213,8 @@ class PlansBySize:
         try:
             step, actions = agreed(steps, [self.budget], get_args(Action))
         except BudgetTooSmall as error:
+            if self._is_lowered:
+                return self._recomputed(size, steps[0])
             raise BudgetTooSmall(error.budget, error.least, error.terms, str(size)) from None
         plan = plan_within(self.budget, step, actions)
         notes = (*self._notes, *plan.notes)

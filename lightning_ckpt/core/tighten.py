@@ -3,13 +3,9 @@
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from lightning_ckpt.core.budget import BudgetTooSmall, fastest, plan_within
-from lightning_ckpt.core.costs import Measurement, predict
-from lightning_ckpt.core.plan import Action, Plan
+from lightning_ckpt.core.plan import Plan
 
 OnOom = Literal["raise", "tighten"]
-
-_STEP_DOWN = 0.9  # of the predicted peak: a tenth is about what fragments and unlike batches take
 
 
 def read_on_oom(on_oom: Any) -> OnOom:
@@ -50,28 +46,3 @@ def tightened(plan: Plan, *, is_last: bool = False) -> Plan | None:
         for index, block in enumerate(plan)
     )
     return replace(plan, blocks=tuple(blocks), every_n=None)
-
-
-def tightened_within(
-    plan: Plan, step: Measurement, *, is_last: bool = False
-) -> tuple[Plan | None, int]:
-    """`tightened` where a step was measured: the fastest plan for a budget of a tenth less than
-    what this one was predicted to take.
-
-    Args:
-        plan: the one that ran out of memory, of the blocks in `step`.
-        step: what was measured.
-        is_last: there is no other try: all blocks are computed again.
-
-    Returns:
-        The plan, None if each block is recomputed as a whole already; and that budget, bytes.
-    """
-    actions = [block.action for block in plan]
-    budget = int(_STEP_DOWN * predict(step, actions).peak)
-    if is_last:
-        return tightened(plan, is_last=is_last), budget
-    try:
-        found = plan_within(budget, step, fastest(step, budget, get_args(Action)))
-    except BudgetTooSmall:
-        return tightened(plan, is_last=True), budget
-    return found, budget

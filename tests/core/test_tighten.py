@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, predict
 from lightning_ckpt.core.plan import Action, BlockPlan, Plan, every_n_plan
-from lightning_ckpt.core.tighten import read_on_oom, tightened, tightened_within
+from lightning_ckpt.core.tighten import read_on_oom, tightened
 
 
 def plan_of(*actions: Action, offload: Any = None) -> Plan:
@@ -68,51 +67,6 @@ def test_nothing_is_offloaded_that_was_not() -> None:
     plan = tightened(every_n_plan([("a", "B"), ("b", "B")], 2, None))
     assert plan is not None
     assert plan.offload is None
-
-
-def step(num: int = 4, held: int = 100) -> Measurement:
-    """Equal blocks; each holds `held` bytes if it is kept, above 1,000 that are always there."""
-    calls = tuple(
-        Call(i, {"keep": Option(held, 0, None, 0.0), "recompute": Option(0, 0, 0, 1.0)})
-        for i in range(num)
-    )
-    forward = [Segment("forward", i, 1000, 1000) for i in range(num)]
-    between = Segment("outside", None, 1000, 1000)
-    backward = [Segment("recompute", i, 1000, 1000 + held) for i in reversed(range(num))]
-    return Measurement(
-        tuple(f"b{i}" for i in range(num)),
-        ("B",) * num,
-        calls,
-        (*forward, between, *backward),
-        100.0,
-        {"parameters and buffers": 1000},
-    )
-
-
-def test_with_a_measured_step_the_budget_falls_by_a_tenth() -> None:
-    measured = step(10, 200)
-    plan = plan_of(*["keep"] * 10)
-    before = predict(measured, actions_of(plan)).peak
-    tighter, budget = tightened_within(plan, measured)
-    assert budget == int(0.9 * before)
-    assert predict(measured, actions_of(tighter)).peak <= budget
-    assert 0 < actions_of(tighter).count("keep") < 10
-    assert tighter is not None
-    assert "predicted to peak" in tighter.notes[-1]
-
-
-def test_where_no_plan_is_a_tenth_lower_all_is_recomputed() -> None:
-    plan = plan_of("keep", "recompute", "recompute", "recompute")
-    assert set(actions_of(tightened_within(plan, step(4, 10))[0])) == {"recompute"}
-
-
-def test_the_last_try_recomputes_all_of_a_measured_step() -> None:
-    tighter, _ = tightened_within(plan_of(*["keep"] * 10), step(10, 200), is_last=True)
-    assert set(actions_of(tighter)) == {"recompute"}
-
-
-def test_a_measured_step_with_all_recomputed_is_at_its_tightest() -> None:
-    assert tightened_within(plan_of(*["recompute"] * 4), step())[0] is None
 
 
 @pytest.mark.parametrize("word", ["Tighten", "", None, True, 3, ["tighten"]])

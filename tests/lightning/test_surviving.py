@@ -240,11 +240,11 @@ class WideLit(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit_within(limit: int | None, callback: Any, num_batches: int = 4) -> tuple[Any, int, int]:
+def fit_within(limit: int | None, *callbacks: Any) -> tuple[Any, int, int]:
     """Fit with a device of so many bytes; gives what is left, the peak and how often it was full.
     The first batch is let through: a budget is measured there."""
     seed_all(0)
-    data = torch.randn(512 * num_batches, 16, generator=torch.Generator().manual_seed(3))
+    data = torch.randn(512 * 4, 16, generator=torch.Generator().manual_seed(3))
     model = WideLit()
     batches: Any = DataLoader(data, batch_size=512)  # type: ignore[arg-type]
     with ExitStack() as stack:
@@ -252,7 +252,7 @@ def fit_within(limit: int | None, callback: Any, num_batches: int = 4) -> tuple[
         hits = 0
         if limit is not None:
             model.limit = [stack.enter_context(Limit(tracker, limit))]
-        trainer_of(*([callback] if callback else []), max_epochs=1).fit(model, batches)
+        trainer_of(*callbacks, max_epochs=1).fit(model, batches)
         hits = sum(each.hits for each in model.limit)
         peak = tracker.peak_bytes
     return bits(leftovers(model)["state"]), peak, hits
@@ -261,7 +261,7 @@ def fit_within(limit: int | None, callback: Any, num_batches: int = 4) -> tuple[
 @pytest.fixture(scope="module")
 def ends() -> tuple[Any, int, int]:
     """What plain training leaves behind, its peak, and that of every block recomputed."""
-    plain, most, _ = fit_within(None, None)
+    plain, most, _ = fit_within(None)
     return plain, most, fit_within(None, PartialCheckpoint())[1]
 
 
@@ -279,16 +279,19 @@ def test_with_a_budget_later_plans_have_less(ends: tuple[Any, int, int]) -> None
     plain, most, least = ends
     budget = int(least + 0.9 * (most - least))
     callback = PartialCheckpoint(budget=budget, on_oom="tighten")
-    notes = []
+    budgets: list[int] = []
 
     class Looks(Callback):
         def on_train_end(self, *args: Any) -> None:
-            notes.append((callback.fit_plan._budget_bytes, callback.handle))
+            batches = callback.fit_plan._batches
+            assert batches is not None
+            budgets.append(batches._budget)
 
     seed_all(0)
-    ours, _, hits = fit_within(int(least + 0.4 * (most - least)), callback)
+    limit = int(least + 0.4 * (most - least))
+    ours, _, hits = fit_within(limit, callback, Looks())
     assert callback.num_oom == hits > 0
-    assert callback.fit_plan._budget_bytes < 0.91 * budget
+    assert budgets[0] < 0.91 * budget
     assert_same(ours, plain)
 
 
