@@ -547,11 +547,11 @@ MUTATIONS = [
         (SURVIVING,),
     ),
     Mutation(
-        "the budget after an error",
-        "lightning_ckpt/fitting.py",
-        "self._budget_bytes = min(self._budget_bytes, budget)  # plans of new blocks have it too",
-        "pass",
-        (SURVIVING,),
+        "a lowered budget is no error",
+        f"{CORE}/by_size.py",
+        "if self._is_lowered:",
+        "if False:",
+        ("tests/core/test_by_size.py",),
     ),
     Mutation(
         "what a step meets unnamed was there before",

@@ -314,3 +314,34 @@ def test_sizes_of_another_structure_are_learned_apart() -> None:
     plans.add([(size(4, 10), attention(4, 10))], is_settled=True)
     assert plans.choose(Size(1, (2,), (4, 10))) is None
     assert plans.choose(Size(0, (1, 1), (4, 10))) is None
+
+
+def test_a_lowered_budget_gives_another_plan_until_all_is_recomputed() -> None:
+    own = size(4, 64)
+    run = Run(of_rows_and_length, middle(of_rows_and_length, own, 0.9))
+    for _ in range(3):
+        run.step(own)
+    seen = [run.plans.choose(own)]
+    while seen[-1] is not None and seen[-1].num_recomputed < len(seen[-1]):
+        before = run.plans.budget
+        seen.append(run.plans.lower(own, seen[-1]))
+        assert run.plans.budget < 0.91 * before
+        assert run.plans.choose(own) == seen[-1], "it stays"
+    assert len(seen) > 1
+    assert seen[-1] is not None
+    assert {block.action for block in seen[-1]} == {"recompute"}
+    assert run.plans.lower(own, seen[-1]) is None
+
+
+def test_below_a_lowered_budget_a_larger_batch_is_recomputed_and_no_error() -> None:
+    own, larger = size(4, 64), size(4, 640)
+    run = Run(of_rows_and_length, middle(of_rows_and_length, own, 0.9))
+    for _ in range(3):
+        run.step(own)
+    plan = run.plans.choose(own)
+    assert plan is not None
+    run.plans.lower(own, plan)
+    run.plans.add([(larger, of_rows_and_length(larger))], is_settled=True)
+    chosen = run.plans.choose(larger)
+    assert chosen is not None
+    assert chosen.num_recomputed == len(chosen)
