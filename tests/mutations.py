@@ -398,14 +398,7 @@ MUTATIONS = [
     Mutation(
         "gradients that are zeroed in each try",
         f"{CORE}/sums.py",
-        "del self._have_part[parameter]  # zeroed once more: it gets its part anew",
-        "pass",
-        (REPEAT,),
-    ),
-    Mutation(
-        "a gradient in two parts",
-        f"{CORE}/sums.py",
-        "if self._num_given[parameter] > 1:",
+        "if parameter.grad is not grad or tensor_version(grad) != version:",
         "if False:",
         (REPEAT,),
     ),
