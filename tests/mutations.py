@@ -375,6 +375,8 @@ MUTATIONS = [
         "(255 * imread",
         "(imread",
         (PICTURES,),
+    ),
+    Mutation(
         "a part of a gradient once, after an error",
         f"{CORE}/sums.py",
         "self._hooks.append(parameter.register_hook(partial(self._give_nothing, parameter)))",
