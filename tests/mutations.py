@@ -315,7 +315,7 @@ MUTATIONS = [
     ),
     Mutation(
         "snapshots undo changes of containers",
-        f"{CORE}/snapshot.py",
+        f"{CORE}/contents.py",
         "        if not _is_untouched(owner, content):\n            _put(owner, content)",
         "        pass",
         (SNAPSHOT,),
