@@ -203,13 +203,14 @@ def test_what_the_first_step_took_counts_no_more_once_others_are_known() -> None
     assert rows[size(4, 60)].steps[0].segments[0] == later(size(4, 60)).segments[0]
 
 
-def test_the_same_size_again_counts_with_its_largest_bytes() -> None:
+@pytest.mark.parametrize("is_first_large", [True, False])
+def test_the_same_size_again_counts_with_its_largest_bytes(is_first_large: bool) -> None:
     """Experts, or anything that goes by the values."""
-    plans = PlansBySize(10**9)
-    plans.add([(size(4, 10), attention(4, 10))], is_settled=True)
-    large = sized(attention(4, 10), lambda n: n * 1000, 1.0)
-    plans.budget = (predict(large, ["recompute"] * 4).peak + predict(large, ["keep"] * 4).peak) // 2
-    plans.add([(size(4, 10), large)], is_settled=True)
+    small, large = attention(4, 10), sized(attention(4, 10), lambda n: n * 1000, 1.0)
+    low, high = (predict(large, [action] * 4).peak for action in ("recompute", "keep"))
+    plans = PlansBySize((low + high) // 2)
+    for step in [large, small] if is_first_large else [small, large]:
+        plans.add([(size(4, 10), step)], is_settled=True)
     plan = plans.choose(size(4, 10))
     assert plan is not None
     assert peak_of(plan, large) <= plans.budget
