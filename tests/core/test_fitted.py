@@ -199,3 +199,11 @@ def test_fewer_segments_predict_the_same(make: Callable[..., Measurement], seed:
     assert every_plan(canonical(many)) == every_plan(many)
     kinds = [(s.kind, s.call) for s in canonical(step).segments]
     assert [(s.kind, s.call) for s in canonical(many).segments] == kinds
+
+
+def test_rows_and_lengths_that_the_measured_ones_do_not_tell() -> None:
+    """There are enough, and these are in their range: but one alone has other rows."""
+    measured = [(4, 10), (4, 25), (4, 60), (4, 100), (8, 100)]
+    sizes, steps = [size(*each) for each in measured], [attention(*each) for each in measured]
+    assert fitted(sizes, steps, size(4, 30)) is not None
+    assert fitted(sizes, steps, size(6, 30)) is None
