@@ -31,13 +31,14 @@ from shapes import Batch, shapes
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_ckpt import BlockPlan, Plan, apply_partial_checkpoint
+from lightning_ckpt import BlockPlan, OffloadConfig, Plan, apply_partial_checkpoint
 from lightning_ckpt.core.budget import BudgetTooSmall, fastest, least_peak
 from lightning_ckpt.core.clock import Clock, CostClock
 from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, predict
 from lightning_ckpt.core.estimate import estimate, measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
-from lightning_ckpt.core.plan import Action
+from lightning_ckpt.core.plan import Action, Choice
+from lightning_ckpt.core.weighing import choices_with
 
 MIB = 2**20
 ACTIONS = get_args(Action)
@@ -61,12 +62,15 @@ def plan_of(measured: Measurement, actions: list[Action]) -> Plan:
 def true_peak(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, plan: Plan) -> int:
     """Of a step as Lightning takes it."""
     with apply_partial_checkpoint(model, plan=plan), track_peak(model, batch, optimizer) as tracker:
-        loss = step(model, batch)
-        model.zero_grad()
-        loss.backward()
-        optimizer.step()
-        del loss
+        take_step(model, batch, optimizer)
     return tracker.peak_bytes
+
+
+def take_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    loss = step(model, batch)
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def peaks() -> None:
@@ -228,12 +232,17 @@ def planning(num: int = 100) -> None:
     calls, segments, live = [], [], 10**6
     for index in range(num):
         held = 1000 + 7919 * index % 99_991
-        options: dict[Action, Option] = {
-            "recompute": Option(0, 0, 0, 1 + index % 7),
+        again, given = 1 + index % 7, 4000 + 7 * index
+        options: dict[Choice, Option] = {
+            "recompute": Option(0, 0, 0, again),
             "keep": Option(held, held, None, 0.0),
-            "recompute_saving": Option(held // 2, held // 2, held // 8, (1 + index % 7) * 0.6),
+            "recompute_saving": Option(held // 2, held // 2, held // 8, again * 0.6),
+            "recompute_saving_attention": Option(held // 9, held // 9, held // 9, again * 0.9),
+            "recompute_offloaded": Option(0, 0, 0, again * 1.1, moved=given, away=given),
+            "keep_offloaded": Option(held, held, None, again * 0.8, moved=held, away=held + given),
         }
-        calls.append(Call(index, options))
+        back = 2 * num - 1 - 2 * index
+        calls.append(Call(index, options, leaves=index + 2, returns=num + back - 3))
         segments.append(Segment("forward", index, live, live + held // 3))
         live += 5000
     for index in reversed(range(num)):
@@ -243,9 +252,11 @@ def planning(num: int = 100) -> None:
     names = tuple(map(str, range(num)))
     made_up = Measurement(names, ("B",) * num, tuple(calls), tuple(segments), 1e3, {})
     low, high = (predict(made_up, [a] * num).peak for a in ("recompute", "keep"))
-    begin = time.perf_counter()
-    fastest(made_up, (low + high) // 2, ACTIONS)
-    print(f"planning {num} unlike blocks: {time.perf_counter() - begin:.3f} s")
+    for choices in (ACTIONS, choices_with(OffloadConfig(scope="all"))):
+        begin = time.perf_counter()
+        fastest(made_up, (low + high) // 2, choices)
+        seconds = time.perf_counter() - begin
+        print(f"planning {num} unlike blocks, {len(choices)} choices: {seconds:.3f} s")
 
 
 def main() -> None:

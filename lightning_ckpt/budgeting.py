@@ -13,8 +13,10 @@ from typing_extensions import override
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.by_size import PlansBySize
 from lightning_ckpt.core.memory import find_compiled
+from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.plan import Plan
 from lightning_ckpt.core.sizes import MOST_SIDES, Size, size_of
+from lightning_ckpt.core.weighing import LinkProbe
 from lightning_ckpt.measuring import MeasuredBatch
 from lightning_ckpt.ranks import gathered, is_alone, largest_of_ranks
 from lightning_ckpt.summary import print_batches, print_note
@@ -43,12 +45,20 @@ class BudgetedBatches(Callback):
         owner: has the plan in force, which recomputes every block at first.
         word: the budget as the user said it.
         budget: bytes, of this rank.
+        offload: what a plan may offload; None: nothing.
+
+    Raises:
+        ValueError: the machine cannot do what `offload` says.
     """
 
-    def __init__(self, owner: Owner, word: Any, budget: int) -> None:
+    def __init__(
+        self, owner: Owner, word: Any, budget: int, offload: OffloadConfig | None = None
+    ) -> None:
         self._owner = owner
         self._word = word
         self._budget = budget
+        self._offload = offload
+        self._probe = None if offload is None else LinkProbe(offload)
         self._callbacks: list[Callback] = []
         self._one_plan_since = ""  # why there is one plan for all sizes, if there is
         self.forget()
@@ -115,7 +125,7 @@ class BudgetedBatches(Callback):
             self._all, self._first_step = handle.plan, trainer.global_step
         self._owner.put(self._all)
         self._counts["measured"] += 1
-        self._now = MeasuredBatch(trainer, pl_module, handle, batch, size)
+        self._now = MeasuredBatch(trainer, pl_module, handle, batch, size, self._probe)
 
     def _size(self, trainer: "pl.Trainer", batch: Any, batch_idx: int) -> Size:
         if self._one_plan_since:
@@ -189,7 +199,8 @@ class BudgetedBatches(Callback):
         is_settled = self._plans is not None
         if self._plans is None:
             assert self._all is not None
-            self._plans = PlansBySize(min(budgets), [*self._all.notes, *self._fixed_note()])
+            notes = [*self._all.notes, *self._fixed_note()]
+            self._plans = PlansBySize(min(budgets), notes, self._offload)
         self._plans.add([*chain(*found)], is_settled=is_settled)
         if not is_settled:
             self._sizes = {done[0].size._replace(kind=0)}

@@ -44,8 +44,9 @@ class PartialCheckpoint(Callback):
         budget: in place of `every_n`, what the peak of a step may take: bytes (`"14GiB"`, an int),
             a share of the device's memory (`0.9`), or `"auto"` (what is free when fit starts, less
             a margin). The first step recomputes every block and is measured; from the second on
-            the fastest plan within the budget is in force. Where batches differ in size each gets
-            the plan for its own; now and then one that is larger than all before is measured too.
+            the fastest plan within the budget is in force. With `offload` beside it that plan may
+            offload as well, block by block. Where batches differ in size each gets the plan for its
+            own; now and then one that is larger than all before is measured too.
         plan: in place of all above but `verify`, what happens to each block: a `Plan`, its dict, or
             the path of a YAML or JSON file.
         on_oom: what an out-of-memory error in forward or backward does. "raise": it ends the run.

@@ -34,6 +34,7 @@ from lightning_ckpt.core.offload import (
 from lightning_ckpt.core.peak import PeakUnavailable
 from lightning_ckpt.core.plan import Plan, check_every_n, read_plan
 from lightning_ckpt.core.tighten import read_on_oom, tightened
+from lightning_ckpt.core.weighing import weighed
 from lightning_ckpt.ranks import from_all_ranks
 from lightning_ckpt.summary import print_measuring, print_offload, print_plan
 from lightning_ckpt.surviving import Surviving
@@ -93,7 +94,9 @@ class FitPlan:
         if self.plan is not None:
             self.handle = apply_plan_quietly(module, self.plan)
         else:
-            self.handle = apply_quietly(module, self.every_n, self.offload, self.layers)
+            later = weighed(self.offload) if self.budget is not None else None
+            offload = self.offload if later is None else False  # not while steps are measured
+            self.handle = apply_quietly(module, self.every_n, offload, self.layers, later)
         if self._batches is not None:
             self._batches.forget()  # other blocks: measure again
         self._is_watched = False
@@ -141,7 +144,7 @@ class FitPlan:
             raise ValueError(
                 f"budget={self.budget!r} needs a measured step: {error}; or use every_n= or plan="
             ) from error
-        self._batches = BudgetedBatches(self, self.budget, budget)
+        self._batches = BudgetedBatches(self, self.budget, budget, weighed(self.offload))
         self._batches.attach(trainer)
 
     def put(self, plan: Plan) -> None:
@@ -178,7 +181,8 @@ class FitPlan:
             self.put(plan)
             return
         self.take_back()  # what an offload was about when memory ran out is over
-        self.handle = apply_plan_quietly(module, plan, read_offload(self.offload))
+        config = read_offload(self.offload) if self.budget is None else weighed(self.offload)
+        self.handle = apply_plan_quietly(module, plan, config)
         self._is_watched = False
 
     def follow(self, trainer: "pl.Trainer") -> None:

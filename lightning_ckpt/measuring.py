@@ -12,8 +12,10 @@ from lightning_ckpt.core.clock import Clock
 from lightning_ckpt.core.costs import Measurement
 from lightning_ckpt.core.measure import Mark, StepRecorder
 from lightning_ckpt.core.memory import peak_tracker
+from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.sizes import Size
 from lightning_ckpt.core.watchers import watching
+from lightning_ckpt.core.weighing import LinkProbe
 
 
 class MeasuredBatch:
@@ -25,6 +27,7 @@ class MeasuredBatch:
         handle: the plan in force, which recomputes every block.
         batch: the batch.
         size: of the batch.
+        probe: measures the way of an offload afterwards; None: nothing is to be offloaded.
     """
 
     def __init__(
@@ -34,13 +37,17 @@ class MeasuredBatch:
         handle: Handle,
         batch: Any,
         size: Size,
+        probe: LinkProbe | None = None,
     ) -> None:
         self.size = size
+        self._probe = probe
         self._names = [block.name for block in handle.plan]
         self._class_names = [block.class_name for block in handle.plan]
         device = trainer.strategy.root_device
+        self._clock = Clock(device)
         tracker = peak_tracker(device, module)
-        self._recorder = StepRecorder(module, handle.modules, tracker, Clock(device))
+        min_bytes = OffloadConfig.min_bytes if probe is None else probe.min_bytes
+        self._recorder = StepRecorder(module, handle.modules, tracker, self._clock, min_bytes)
         self._watching = ExitStack()
         self._watching.enter_context(watching(self._recorder.watch))
         self._recorder.resume(batch, optimizers=trainer.optimizers)
@@ -61,4 +68,9 @@ class MeasuredBatch:
 
     def finish(self, optimizers: Sequence[Optimizer]) -> Measurement:
         """What was seen, once the optimizers have stepped."""
-        return self._recorder.finish(self._names, self._class_names, optimizers, holds_grads=True)
+        link = None
+        if self._probe is not None:
+            link = self._probe.link(self._recorder.largest_bytes(), self._clock)
+        return self._recorder.finish(
+            self._names, self._class_names, optimizers, holds_grads=True, link=link
+        )

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "ATTENTION",
     "BATCH_STATISTICS",
+    "CASTS",
     "GROUPED_PRODUCTS",
     "PRODUCTS",
     "ROUTING",
@@ -51,6 +52,7 @@ __all__ = [
     "start_allocation_events",
     "stop_allocation_events",
     "stop_memory_history",
+    "storage_uses",
     "tensor_version",
     "view_base",
     "without_fake_mode",
@@ -81,6 +83,7 @@ PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_
 ROUTING = _operations("topk")
 _EMPTY = _operations("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 GROUPED_PRODUCTS = _operations("_grouped_mm")
+CASTS = _operations("_to_copy")
 
 
 def checkpointed_by_torch(module: nn.Module) -> str | None:
@@ -137,6 +140,12 @@ def depends_on_values(operation: Any) -> bool:
 def tensor_version(tensor: Tensor) -> int:
     """How often `tensor` was changed in place, as autograd counts it (inference tensors: 0)."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors lie on the storage of `tensor`, plus a number that depends on the version of
+    torch: ask for one that is alone as well. A Python object of the storage that is held counts."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def view_base(tensor: Tensor) -> Tensor:

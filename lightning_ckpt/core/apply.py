@@ -23,7 +23,15 @@ from lightning_ckpt.core.offload import (
     put_in_force,
     read_offload,
 )
-from lightning_ckpt.core.plan import Action, Plan, PlanLike, check_every_n, every_n_plan, read_plan
+from lightning_ckpt.core.plan import (
+    Action,
+    BlockPlan,
+    Plan,
+    PlanLike,
+    check_every_n,
+    every_n_plan,
+    read_plan,
+)
 from lightning_ckpt.core.swap import swap_in, swap_out
 
 logger = logging.getLogger("lightning_ckpt")
@@ -35,7 +43,8 @@ class _Entry(NamedTuple):
 
     handle: "ref[Handle]"
     action: Action
-    offloader: Offloader | None
+    offloader: Offloader | None  # that moves what it saves, or only follows it
+    moves: bool
 
     @property
     def is_in_force(self) -> bool:
@@ -85,13 +94,10 @@ class Handle:
             raise ValueError(f"nothing is in force that offloads to {plan.offload}; apply it anew")
         before, self.plan = self.plan, plan
         for block, old, new in zip(self._blocks, before, plan, strict=False):
-            if (old.action, old.offload) != (new.action, new.offload):
-                offloader = self.offloader if new.offload else None
+            told = _entry_of(self, plan, new)
+            if told != _entry_of(self, before, old):
                 entries = _told[block]
-                entries[:] = [
-                    _Entry(entry.handle, new.action, offloader) if entry.handle() is self else entry
-                    for entry in entries
-                ]
+                entries[:] = [told if entry.handle() is self else entry for entry in entries]
                 _obey(block)
                 self._classes.add(type(block))
 
@@ -199,22 +205,36 @@ def apply_partial_checkpoint(
 
 
 def apply_quietly(
-    module: nn.Module, every_n: int, offload: bool | str | OffloadConfig, layers: Any
+    module: nn.Module,
+    every_n: int,
+    offload: bool | str | OffloadConfig,
+    layers: Any,
+    later: OffloadConfig | None = None,
 ) -> Handle:
-    """`apply_partial_checkpoint` for those who print `plan.notes` themselves."""
+    """`apply_partial_checkpoint` for those who print `plan.notes` themselves.
+
+    Args:
+        module, every_n, offload, layers: as there.
+        later: in place of `offload`: what plans that the handle changes to may offload.
+    """
     check_every_n(every_n)
     config = read_offload(offload)
     blocks, notes = select_blocks(module, layers)
     names = [(block.name, type(block.module).__name__) for block in blocks]
     target, scope = (config.target, config.scope) if config else (None, "inputs")
     plan = every_n_plan(names, every_n, target, notes, scope)
-    return _apply(module, blocks, plan, config)
+    return _apply(module, blocks, plan, config or later, is_steady=later is not None)
 
 
 def apply_plan_quietly(
     module: nn.Module, plan: Plan, config: OffloadConfig | None = None
 ) -> Handle:
-    """Put a plan of this model in force, block by block; `config` says more of its offload.
+    """Put a plan of this model in force, block by block.
+
+    Args:
+        module: the model.
+        plan: the plan; it says which blocks offload, and where to.
+        config: says the rest of offload; None: as by default.
 
     Raises:
         ValueError: a block that it names is not there, is of another class, or lies in another.
@@ -225,7 +245,7 @@ def apply_plan_quietly(
     if config is None and places:
         config = OffloadConfig(target=places.pop(), scope="all")
     blocks = named_blocks(module, plan)
-    return _apply(module, blocks, _with_class_names(plan, blocks), config)
+    return _apply(module, blocks, _with_class_names(plan, blocks), config, is_steady=True)
 
 
 def _with_class_names(plan: Plan, blocks: Sequence[Block]) -> Plan:
@@ -254,7 +274,7 @@ def check_words(
     beside = ["every_n", "offload", "layers", "budget"] if plan is not None else []
     if budget is not None:
         read_budget(budget)
-        beside += ["every_n", "offload"]
+        beside += ["every_n"]
     for name in beside:
         if given[name]:
             word = "budget" if plan is None else "plan"
@@ -301,11 +321,15 @@ def _refuse_overlap(blocks: Sequence[Block]) -> None:
 
 
 def _apply(
-    module: nn.Module, blocks: Sequence[Block], plan: Plan, config: OffloadConfig | None
+    module: nn.Module,
+    blocks: Sequence[Block],
+    plan: Plan,
+    config: OffloadConfig | None,
+    is_steady: bool = False,
 ) -> Handle:
     _refuse_checkpointed(module, blocks)
     _refuse_nested(blocks)
-    offloader = make_offloader(config, module) if config else None
+    offloader = make_offloader(config, module, is_steady) if config else None
     if config is not None and nothing_to_move(config):
         plan = replace(
             plan,
@@ -330,10 +354,16 @@ def _put_in_force(handle: Handle, root: nn.Module) -> None:
     plan = handle.plan
     handle.plan = replace(plan, notes=plan.notes + tuple(notes))
     for block, block_plan in zip(handle._blocks, plan, strict=True):
-        offloader = handle.offloader if block_plan.offload else None
-        entry = _Entry(ref(handle), block_plan.action, offloader)
-        _told.setdefault(block, []).append(entry)
+        _told.setdefault(block, []).append(_entry_of(handle, plan, block_plan))
         _obey(block)
+
+
+def _entry_of(handle: Handle, plan: Plan, block: BlockPlan) -> _Entry:
+    """What a handle says of a block under a plan: an offload by plan follows all blocks."""
+    offloader, moves = handle.offloader, block.offload is not None
+    if offloader is not None and not moves and not (offloader.is_steady and plan.offload):
+        offloader = None
+    return _Entry(ref(handle), block.action, offloader, moves and offloader is not None)
 
 
 def _obey(block: nn.Module) -> None:
@@ -344,8 +374,8 @@ def _obey(block: nn.Module) -> None:
     if not entries:
         _told.pop(block, None)
     elif (newest := entries[-1]).is_in_force:
-        put_in_force(block, newest.offloader)
-        swap_in(block, newest.action, newest.offloader is not None)
+        put_in_force(block, newest.offloader, newest.moves)
+        swap_in(block, newest.action, newest.moves)
 
 
 def _refuse_nested(blocks: Sequence[Block]) -> None:

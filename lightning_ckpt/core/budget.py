@@ -2,13 +2,23 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
 import torch
 
-from lightning_ckpt.core.costs import Measurement, Prediction, choices, merged, predict
-from lightning_ckpt.core.plan import Action, BlockPlan, Plan
-from lightning_ckpt.core.planner import needs_of, search
+from lightning_ckpt.core.costs import (
+    Actions,
+    Measurement,
+    Prediction,
+    choices,
+    merged,
+    predict,
+    with_outputs_held,
+    without_outputs_held,
+)
+from lightning_ckpt.core.plan import Choice, Place, Plan, block_plan, is_offloaded
+from lightning_ckpt.core.planner import Needs, needs_of, search
 
 _UNITS = {
     "b": 1,
@@ -100,44 +110,72 @@ class BudgetTooSmall(ValueError):
         budget: bytes that were given.
         least: bytes that would do.
         terms: what the peak of the least plan is made of, bytes by name, the largest first.
+        with_offload: bytes that would do with all of offload, if that was not allowed and is less.
+        way: words for how that is allowed.
         batch: the one that it is about, in words.
     """
 
-    def __init__(self, budget: int, least: int, terms: dict[str, int], batch: str = "") -> None:
+    def __init__(
+        self,
+        budget: int,
+        least: int,
+        terms: dict[str, int],
+        batch: str = "",
+        with_offload: int | None = None,
+        way: str = "",
+    ) -> None:
         self.budget, self.least, self.terms = budget, least, terms
+        self.with_offload, self.way = with_offload, way
         largest = ", ".join(f"{name} {format_bytes(n)}" for name, n in list(terms.items())[:3])
+        hint = ""
+        if with_offload is not None:
+            hint = f"; with {way} {format_bytes(with_offload, up=True)} would do"
         super().__init__(
             f"budget={format_bytes(budget)} is less than any plan needs"
             f"{batch and ' for a batch with '}{batch}: give at least "
-            f"{format_bytes(least, up=True)} ({least} bytes). The largest terms are {largest}"
+            f"{format_bytes(least, up=True)} ({least} bytes){hint}. The largest terms are {largest}"
         )
 
+    def about(self, batch: str) -> "BudgetTooSmall":
+        """The same, of a batch in words."""
+        args = self.budget, self.least, self.terms, batch, self.with_offload, self.way
+        return BudgetTooSmall(*args)
 
-def fastest(step: Measurement, budget: int, allowed: Sequence[Action]) -> list[Action]:
-    """The actions, one for each block, of the plan that loses least time within `budget`.
+
+def fastest(step: Measurement, budget: int, allowed: Actions) -> list[Choice]:
+    """The choices, one for each block, of the plan that loses least time within `budget`.
 
     Args:
         step: what was measured.
         budget: bytes that the peak may take.
-        allowed: actions to choose from; "recompute" always is.
+        allowed: what to choose from; "recompute" always is there.
 
     Raises:
         BudgetTooSmall: there is no such plan.
     """
     called = {call.block for call in step.calls}
-    plain: list[Action] = ["keep" if b in called else "recompute" for b in range(len(step.names))]
+    plain: list[Choice] = ["keep" if b in called else "recompute" for b in range(len(step.names))]
     if "keep" in allowed and predict(step, plain).peak <= budget:
         return plain
-    found = search(needs_of(step, choices(step, allowed)), budget) or least_peak(step, allowed)
-    if (prediction := predict(step, found)).peak > budget:
-        raise BudgetTooSmall(budget, prediction.peak, terms_of(step, prediction))
-    return found
+    found = [search(needs, budget) for needs in _all_needs(step, allowed)]
+    fitting = [each for each in found if each and predict(step, each).peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda each: predict(step, each).seconds)
+    least = least_peak(step, allowed)
+    if predict(step, least).peak > budget:
+        raise _too_small(step, budget, least, allowed)
+    return least
 
 
-def least_peak(step: Measurement, allowed: Sequence[Action]) -> list[Action]:
+def least_peak(step: Measurement, allowed: Actions) -> list[Choice]:
     """The plan with the smallest peak of all."""
-    needs = needs_of(step, choices(step, allowed))
-    best: list[Action] = ["recompute"] * len(step.names)
+    every: list[Choice] = ["recompute"] * len(step.names)
+    found = [every, *(_least_peak(step, needs) for needs in _all_needs(step, allowed))]
+    return min(found, key=lambda each: predict(step, each).peak)
+
+
+def _least_peak(step: Measurement, needs: Needs) -> list[Choice]:
+    best: list[Choice] = ["recompute"] * len(step.names)
     low, high = 0, predict(step, best).peak
     while high - low > 1:
         middle = (low + high) // 2
@@ -147,6 +185,28 @@ def least_peak(step: Measurement, allowed: Sequence[Action]) -> list[Action]:
         else:
             best, high = found, min(middle, predict(step, found).peak)
     return best
+
+
+def _all_needs(step: Measurement, allowed: Actions) -> list[Needs]:
+    """What the search is to be tried with: a block's input may be held by the block that gave it as
+    well, and then offload frees nothing. Either that is taken for granted, or excluded."""
+    able = choices(step, allowed)
+    if not any(is_offloaded(choice) for choice in allowed):
+        return [needs_of(step, able)]
+    sure, apart = with_outputs_held(step, able), without_outputs_held(step, able)
+    return [needs_of(sure, able), *([] if apart == able else [needs_of(step, apart)])]
+
+
+def _too_small(
+    step: Measurement, budget: int, least: list[Choice], allowed: Actions
+) -> BudgetTooSmall:
+    prediction = predict(step, least)
+    everything = predict(step, least_peak(step, get_args(Choice))).peak
+    terms = terms_of(step, prediction)
+    with_offload = everything if everything < prediction.peak else None
+    offloads = any(map(is_offloaded, allowed))
+    way = "scope='all' in its OffloadConfig" if offloads else "offload= beside it"
+    return BudgetTooSmall(budget, prediction.peak, terms, "", with_offload, way)
 
 
 def terms_of(step: Measurement, prediction: Prediction) -> dict[str, int]:
@@ -163,8 +223,17 @@ def terms_of(step: Measurement, prediction: Prediction) -> dict[str, int]:
     return dict(sorted(terms.items(), key=lambda item: -item[1]))
 
 
-def plan_within(budget: int, step: Measurement, actions: Sequence[Action]) -> Plan:
-    """The plan of these actions, with a note on what it is predicted to cost."""
+def plan_within(
+    budget: int, step: Measurement, actions: Actions, place: Place | None = None
+) -> Plan:
+    """The plan of these actions, with a note on what it is predicted to cost.
+
+    Args:
+        budget: bytes.
+        step: what was measured.
+        actions: one for each block.
+        place: where what is offloaded waits.
+    """
     predicted = predict(step, actions)
     if not step.calls:
         note = (
@@ -183,13 +252,18 @@ def plan_within(budget: int, step: Measurement, actions: Sequence[Action]) -> Pl
             f"{format_bytes(budget)}, and a step to take {predicted.seconds / plain:.2f} times as "
             "long as plain training's"
         )
-    names = zip(step.names, step.class_names, actions, strict=True)
-    return Plan(tuple(BlockPlan(*block) for block in names), notes=(note,))
+    return replace(plan_of(step, actions, place), notes=(note,))
+
+
+def plan_of(step: Measurement, actions: Actions, place: Place | None = None) -> Plan:
+    """The same without a note."""
+    blocks = zip(step.names, step.class_names, actions, strict=True)
+    return Plan(tuple(block_plan(*block, place) for block in blocks))
 
 
 def agreed(
-    steps: Sequence[Measurement], budgets: Sequence[int], allowed: Sequence[Action]
-) -> tuple[Measurement, list[Action]]:
+    steps: Sequence[Measurement], budgets: Sequence[int], allowed: Actions
+) -> tuple[Measurement, list[Choice]]:
     """One choice for ranks that measured different things: what fits all of them.
 
     Args:
@@ -209,7 +283,7 @@ def agreed(
         return step, fastest(step, budget, allowed)
     largest = max(steps, key=lambda each: predict(each, ["recompute"] * len(each.names)).peak)
     own = [fastest(each, budget, allowed) for each in steps]
-    chosen: list[Action] = [
+    chosen: list[Choice] = [
         same[0] if len(set(same)) == 1 else "recompute" for same in zip(*own, strict=True)
     ]
     if any(predict(each, chosen).peak > budget for each in steps):

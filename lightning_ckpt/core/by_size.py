@@ -7,13 +7,15 @@ has terms, so few are measured.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from lightning_ckpt.core.budget import BudgetTooSmall, agreed, plan_within
 from lightning_ckpt.core.costs import Measurement, merged, predict
 from lightning_ckpt.core.fitted import canonical, fitted
-from lightning_ckpt.core.plan import Action, BlockPlan, Plan
+from lightning_ckpt.core.offload.config import OffloadConfig
+from lightning_ckpt.core.plan import BlockPlan, Plan
 from lightning_ckpt.core.sizes import Size
+from lightning_ckpt.core.weighing import choices_with
 
 _MOST_SIZES = 48  # measured, of one structure; then a larger one's plan must do
 _MOST_PLANS = 4096
@@ -56,10 +58,15 @@ class PlansBySize:
     Args:
         budget: bytes that the peak of a step may take.
         notes: sentences for the user that each plan carries.
+        offload: what a plan may offload; None: nothing.
     """
 
-    def __init__(self, budget: int, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, budget: int, notes: Sequence[str] = (), offload: OffloadConfig | None = None
+    ) -> None:
         self.budget = budget
+        self._allowed = choices_with(offload)
+        self._place = None if offload is None else offload.target
         self._notes = tuple(notes)
         self._rows: dict[tuple[int, ...], dict[Size, _Row]] = {}
         self._plans: dict[Size, Plan] = {}
@@ -163,7 +170,9 @@ class PlansBySize:
 
     def _recomputed(self, size: Size, step: Measurement) -> Planned:
         blocks = zip(step.names, step.class_names, strict=True)
-        plan = Plan(tuple(BlockPlan(*block, "recompute") for block in blocks), notes=self._notes)
+        place = self._place if "recompute_offloaded" in self._allowed else None
+        entries = tuple(BlockPlan(*block, "recompute", place) for block in blocks)
+        plan = Plan(entries, notes=self._notes)
         return Planned(size, plan, is_free=False)
 
     def _near(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
@@ -211,12 +220,12 @@ class PlansBySize:
         self.num_planned += 1
         steps = [self._with_tail(step) for step in steps]
         try:
-            step, actions = agreed(steps, [self.budget], get_args(Action))
+            step, actions = agreed(steps, [self.budget], self._allowed)
         except BudgetTooSmall as error:
             if self._is_lowered:
                 return self._recomputed(size, steps[0])
-            raise BudgetTooSmall(error.budget, error.least, error.terms, str(size)) from None
-        plan = plan_within(self.budget, step, actions)
+            raise error.about(str(size)) from None
+        plan = plan_within(self.budget, step, actions, self._place)
         notes = (*self._notes, *plan.notes)
         is_free = not predict(step, actions).recompute_seconds
         return Planned(size, Plan(plan.blocks, plan.every_n, notes), is_free)

@@ -6,27 +6,36 @@ step is gone through again, segment by segment: what kept blocks hold is added b
 and their recompute, and their recompute is left out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from lightning_ckpt.core.plan import Action
+from lightning_ckpt.core.plan import Choice, is_offloaded
 
 Kind = Literal["outside", "forward", "recompute"]
-Actions: TypeAlias = Sequence[Action]  # one for each block
+Actions: TypeAlias = Sequence[Choice]  # one for each block
 
 
 class Option(NamedTuple):
-    """What an action would mean for one call of a block, against "recompute".
+    """What a choice would mean for one call of a block, against "recompute".
 
     Attributes:
         held: bytes that it holds between forward and backward.
         forward: bytes by which its forward's peak is higher.
         recompute: bytes by which its recompute's peak is higher; None: there is no recompute.
-        seconds: how long it computes in backward before gradients flow.
+        seconds: how long it computes in backward before gradients flow, and is waited for copies.
         late: bytes that it holds beside in the segment right before the recompute: those of a
             result that is its own to hold (a last ReLU saves it), and which until then the next
             block held as its input.
+        output: of those that it holds, bytes of a result which the measured step has in as the
+            next block's input.
+        moved: bytes that wait elsewhere.
+        away: bytes that it holds less while they do, but for its inputs.
+        inputs: bytes of these.
+        result: of what is moved, bytes of a result that is the next block's input. Where that one
+            does not offload, they are there twice from their return until the recompute.
+        twice: bytes that others hold as well, from their return to the end of its backward.
     """
 
     held: int
@@ -34,6 +43,12 @@ class Option(NamedTuple):
     recompute: int | None
     seconds: float
     late: int = 0
+    output: int = 0
+    moved: int = 0
+    away: int = 0
+    inputs: int = 0
+    result: int = 0
+    twice: int = 0
 
 
 class Call(NamedTuple):
@@ -42,10 +57,18 @@ class Call(NamedTuple):
     Attributes:
         block: its index in the plan.
         options: what can be done with it; "recompute" can always.
+        leaves: the segment from which on is gone what it moved elsewhere; None: it never is.
+        gone: the same of its inputs, if the model's code holds them for longer.
+        returns: the segment from which on that is there again.
+        producers: the calls that gave its inputs.
     """
 
     block: int
-    options: dict[Action, Option]
+    options: dict[Choice, Option]
+    leaves: int | None = None
+    gone: int = 0
+    returns: int = 0
+    producers: tuple[int, ...] = ()
 
 
 class Segment(NamedTuple):
@@ -103,40 +126,82 @@ class Prediction(NamedTuple):
 def predict(step: Measurement, actions: Actions) -> Prediction:
     """Go through the measured step again under other actions, one for each block."""
     chosen = [call.options[actions[call.block]] for call in step.calls]
-    peak = worst = held = 0
+    doubled, given = [0] * len(chosen), set[int]()
+    for index, (call, option) in enumerate(zip(step.calls, chosen, strict=True)):
+        if option.moved:
+            doubled[index] = sum(chosen[producer].output for producer in call.producers)
+            given.update(call.producers)
+    changes = [0] * (len(step.segments) + 1)
+    for index, span in spans(step).items():
+        option = chosen[index]._replace(result=0) if index in given else chosen[index]
+        for at, num_bytes in span.changes(option, doubled[index]):
+            changes[at] += num_bytes
     comes = next_recomputes(step)
-    for index, (segment, ends, begins) in enumerate(_walk(step)):
-        held -= 0 if ends is None else chosen[ends].held
+    peak = worst = 0
+    for index, (segment, held) in enumerate(zip(step.segments, accumulate(changes), strict=False)):
         more = 0 if segment.call is None else rise(segment, chosen[segment.call])
         late = chosen[comes[index]].late if index in comes else 0
         if more is not None and segment.peak + held + late + more > peak:
             peak, worst = segment.peak + held + late + more, index
-        held += 0 if begins is None else chosen[begins].held
     again = sum(option.seconds for option in chosen)
     all_again = sum(call.options["recompute"].seconds for call in step.calls)
     return Prediction(peak, step.seconds - all_again + again, again, worst)
 
 
-def with_alive(step: Measurement) -> Iterator[tuple[Segment, frozenset[int]]]:
-    """Each segment, with the calls whose activations would be held in it if they were kept."""
-    alive: set[int] = set()
-    for segment, ends, begins in _walk(step):
-        alive -= {ends}
-        yield segment, frozenset(alive)
-        alive |= set() if begins is None else {begins}
+class Span(NamedTuple):
+    """The segments of one call.
+
+    Attributes:
+        begins: the first after its forward.
+        leaves, returns: between these what was moved is elsewhere; alike, if it never is.
+        gone: from here on its inputs are, too.
+        ends: that of its recompute, from which on the measured bytes have its activations in; one
+            beyond the last without a recompute.
+        done: the first after its backward.
+    """
+
+    begins: int
+    leaves: int
+    gone: int
+    returns: int
+    ends: int
+    done: int
+
+    def changes(self, option: Option, doubled: int = 0) -> list[tuple[int, int]]:
+        """At which segments the call begins to hold so many bytes more, or less.
+
+        Args:
+            option: what is chosen for it.
+            doubled: bytes of inputs that were moved, and are held by the call that gave them.
+        """
+        inputs, twice = option.inputs - doubled, option.twice + doubled
+        return [
+            (self.begins, option.held),
+            (self.leaves, -option.away),
+            (self.gone, -inputs),
+            (self.returns, option.away + inputs + twice + option.result),
+            (self.ends, -option.result - option.held),
+            (self.done, -twice),
+        ]
 
 
-def _walk(step: Measurement) -> Iterator[tuple[Segment, int | None, int | None]]:
-    """Each segment, with the call that need not hold its activations any more, since the measured
-    bytes have them in from here on, and the call that must hold them after it."""
-    last = {s.call: i for i, s in enumerate(step.segments) if s.kind == "recompute"}
+def spans(step: Measurement) -> dict[int, Span]:
+    """Those of each call."""
+    end = len(step.segments)
+    recomputes = [(i, s.call) for i, s in enumerate(step.segments) if s.kind == "recompute"]
+    last = {call: (i, n) for n, (i, call) in enumerate(recomputes)}
+    found = {}
     for index, segment in enumerate(step.segments):
-        is_last = segment.kind == "recompute" and last[segment.call] == index
-        yield (
-            segment,
-            segment.call if is_last else None,
-            segment.call if segment.kind == "forward" else None,  # without a recompute: to the end
-        )
+        if segment.kind != "forward" or segment.call is None:
+            continue
+        ends, number = last.get(segment.call, (end, len(recomputes)))
+        done = recomputes[number + 1][0] if number + 1 < len(recomputes) else end
+        call = step.calls[segment.call]
+        returns = min(max(call.returns, index + 1), ends)
+        leaves = returns if call.leaves is None else min(max(call.leaves, index + 1), returns)
+        gone = min(max(call.gone, leaves), returns)
+        found[segment.call] = Span(index + 1, leaves, gone, returns, ends, done)
+    return found
 
 
 def next_recomputes(step: Measurement) -> dict[int, int]:
@@ -180,7 +245,7 @@ def _filled(step: Measurement, call: Call, largest: dict[str, Option]) -> Call:
     return call._replace(options={"keep": kept, **call.options})
 
 
-def _alike(step: Measurement, call: Call, action: Action) -> tuple[Any, ...]:
+def _alike(step: Measurement, call: Call, action: Choice) -> tuple[Any, ...]:
     is_reached = call.options["recompute"].seconds > 0
     return step.class_names[call.block], call.options["keep"].held, is_reached, action
 
@@ -206,30 +271,40 @@ def merged(steps: Sequence[Measurement]) -> Measurement | None:
 
 def _order(step: Measurement) -> tuple[Any, ...]:
     order = [(segment.kind, segment.call) for segment in step.segments]
-    return order, [(call.block, sorted(call.options)) for call in step.calls]
+    able = [sorted(a for a in call.options if not is_offloaded(a)) for call in step.calls]
+    return order, [(call.block, here) for call, here in zip(step.calls, able, strict=True)]
 
 
 def _merged_call(calls: Sequence[Call]) -> Call:
-    options = {
-        action: Option(
-            max(call.options[action].held for call in calls),
-            max(call.options[action].forward for call in calls),
-            None
-            if action == "keep"
-            else max(call.options[action].recompute or 0 for call in calls),
-            max(call.options[action].seconds for call in calls),
-            max(call.options[action].late for call in calls),
-        )
-        for action in calls[0].options
+    first = calls[0]
+    able = [a for a in first.options if all(a in call.options for call in calls)]
+    options = {choice: _largest([call.options[choice] for call in calls]) for choice in able}
+    leaves = [call.leaves for call in calls]
+    return Call(
+        first.block,
+        options,
+        None if None in leaves else max(each for each in leaves if each is not None),
+        max(call.gone for call in calls),
+        min(call.returns for call in calls),
+        tuple(sorted({index for call in calls for index in call.producers})),
+    )
+
+
+def _largest(same: Sequence[Option]) -> Option:
+    """The dearest at each place: what is given back is the least."""
+    most = {
+        name: None if None in values else max(values)
+        for name, values in zip(Option._fields, zip(*same, strict=True), strict=True)
     }
-    return Call(calls[0].block, options)
+    least = {name: min(getattr(option, name) for option in same) for name in ("away", "inputs")}
+    return Option(**{**most, **least})
 
 
-def choices(step: Measurement, allowed: Sequence[Action]) -> list[list[Action]]:
-    """For each block, the actions that all its calls can take. What was not called is recomputed,
+def choices(step: Measurement, allowed: Actions) -> list[list[Choice]]:
+    """For each block, the choices that all its calls can take. What was not called is recomputed,
     since nothing is known of it, and so is what backward did not come to: that costs nothing."""
     reached = {segment.call for segment in step.segments if segment.kind == "recompute"}
-    able: list[set[Action] | None] = [None] * len(step.names)
+    able: list[set[Choice] | None] = [None] * len(step.names)
     for index, call in enumerate(step.calls):
         here = set(call.options) if index in reached else set()
         before = able[call.block]
@@ -238,3 +313,34 @@ def choices(step: Measurement, allowed: Sequence[Action]) -> list[list[Action]]:
         ["recompute", *(a for a in allowed if a != "recompute" and seen and a in seen)]
         for seen in able
     ]
+
+
+def with_outputs_held(step: Measurement, able: Sequence[Sequence[Choice]]) -> Measurement:
+    """The same, as if each block held the results that some choice of it holds, so that they stay
+    where they are when the next block offloads its inputs."""
+    calls = []
+    for call in step.calls:
+        outputs = (step.calls[index] for index in call.producers)
+        doubled = sum(max(c.options[a].output for a in able[c.block]) for c in outputs)
+        options = {
+            choice: option._replace(
+                inputs=option.inputs - doubled,
+                twice=option.twice + doubled,
+            )
+            if option.moved
+            else option
+            for choice, option in call.options.items()
+        }
+        calls.append(call._replace(options=options))
+    return step._replace(calls=tuple(calls))
+
+
+def without_outputs_held(step: Measurement, able: Sequence[Sequence[Choice]]) -> list[list[Choice]]:
+    """The choices with which no block holds a result that the next one may offload."""
+    apart = [list(each) for each in able]
+    for call in step.calls:
+        for producer in (step.calls[index] for index in call.producers):
+            held = [a for a in apart[producer.block] if producer.options[a].output]
+            if any(call.options[choice].moved for choice in able[call.block]):
+                apart[producer.block] = [a for a in apart[producer.block] if a not in held]
+    return apart

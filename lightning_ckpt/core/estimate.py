@@ -8,7 +8,7 @@ Times go by what is computed, on a device of a given speed, and are only good to
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lightning_ckpt.core.budget import (
     budget_bytes,
     fastest,
     least_peak,
+    plan_of,
     read_budget,
 )
 from lightning_ckpt.core.clock import Clock, CostClock
@@ -28,9 +29,12 @@ from lightning_ckpt.core.fake import fake_batch, fake_module, without_values
 from lightning_ckpt.core.live_bytes import LiveBytes
 from lightning_ckpt.core.loss import model_loss, training_step_loss, why_no_training_step
 from lightning_ckpt.core.measure import StepRecorder
+from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.peak import PeakTracker
-from lightning_ckpt.core.plan import Action, BlockPlan, Plan, every_n_plan
+from lightning_ckpt.core.plan import BlockPlan, Place, Plan, choice_of, every_n_plan
+from lightning_ckpt.core.waiting import Link
 from lightning_ckpt.core.watchers import watching
+from lightning_ckpt.core.weighing import LinkProbe, choices_with, weighed
 
 Step = Callable[[nn.Module, Any], Any]
 _NUM_FRONT = 48  # budgets between the least and plain training's need
@@ -77,6 +81,8 @@ def measure_step(
     layers: Any = None,
     tracker: PeakTracker,
     clock: Clock,
+    offload: OffloadConfig | None = None,
+    link: Link | None = None,
 ) -> Measurement:
     """Take one training step of `module` with every block recomputed, and say what it cost.
 
@@ -91,9 +97,13 @@ def measure_step(
         layers: which modules are the blocks, as in `apply_partial_checkpoint`.
         tracker: tells bytes, such as `memory.peak_tracker(device)`.
         clock: tells times, such as `clock.Clock(device)`.
+        offload: says what would be too small to offload.
+        link: the way to where it would wait; None: it is measured, if `offload` is given.
     """
+    probe = LinkProbe(offload) if offload is not None and link is None else None
+    min_bytes = OffloadConfig.min_bytes if offload is None else offload.min_bytes
     with apply_quietly(module, 1, False, layers) as handle, ExitStack() as stack:
-        recorder = StepRecorder(module, handle.modules, tracker, clock)
+        recorder = StepRecorder(module, handle.modules, tracker, clock, min_bytes)
         stack.callback(recorder.stop)
         stack.enter_context(watching(recorder.watch))
         recorder.resume(batch, optimizers=optimizers)
@@ -108,7 +118,10 @@ def measure_step(
         recorder.pause()
         names = [block.name for block in handle.plan]
         class_names = [block.class_name for block in handle.plan]
-        return recorder.finish(names, class_names, optimizers, holds_grads=bool(optimizers))
+        link = probe.link(recorder.largest_bytes(), clock) if probe else link
+        return recorder.finish(
+            names, class_names, optimizers, holds_grads=bool(optimizers), link=link
+        )
 
 
 def estimate(
@@ -121,6 +134,8 @@ def estimate(
     layers: Any = None,
     flops_per_second: float = 300e12,
     bytes_per_second: float = 2e12,
+    offload: bool | str | OffloadConfig = False,
+    link_bytes_per_second: float = 25e9,
 ) -> Estimate:
     """Say what each interval, and the plan for each budget, would cost, without computing anything.
 
@@ -141,15 +156,22 @@ def estimate(
         layers: which modules are the blocks, as in `apply_partial_checkpoint`.
         flops_per_second: speed of the device in matrix products.
         bytes_per_second: speed of its memory.
+        offload: what the planner may offload, as `PartialCheckpoint` takes it beside a budget.
+        link_bytes_per_second: speed of the way to where it would wait, in each direction: some
+            25e9 for pinned memory of the host, 2e9 for a good disk.
 
     Returns:
         Plain data; `print_estimate` shows it as a table, `draw_estimate` as a
         picture.
 
     Raises:
-        TypeError, ValueError: a budget or `layers` is impossible, no block was found, or a step
-            gives no loss.
+        TypeError, ValueError: a budget, `layers` or `offload` is impossible, no block was found, or
+            a step gives no loss.
     """
+    config = weighed(offload)
+    if not link_bytes_per_second > 0:
+        raise ValueError(f"link_bytes_per_second must be above 0, got {link_bytes_per_second}")
+    room = config.max_host_bytes if config is not None and config.target == "host" else None
     asked = [(str(b), budget_bytes(read_budget(b), torch.device("cpu"))) for b in budgets]
     with without_values():
         fake = fake_module(module)
@@ -162,12 +184,15 @@ def estimate(
             layers=layers,
             tracker=LiveBytes("meta", "cpu"),
             clock=CostClock("cpu", flops_per_second, bytes_per_second),
+            offload=config,
+            link=Link(link_bytes_per_second, link_bytes_per_second, room_bytes=room),
         )
+    allowed, place = choices_with(config), config.target if config else None
     return Estimate(
         measured,
         tuple(_intervals(measured)),
-        tuple(_front(measured, [budget for _, budget in asked])),
-        tuple(_within(measured, f"budget={word}", budget) for word, budget in asked),
+        tuple(_front(measured, allowed, place, [budget for _, budget in asked])),
+        tuple(_within(measured, f"budget={w}", budget, allowed, place) for w, budget in asked),
     )
 
 
@@ -219,8 +244,9 @@ def _intervals(step: Measurement) -> Iterable[Point]:
         yield _point(step, f"every_n={every_n}", every_n_plan(blocks, every_n, None))
 
 
-def _front(step: Measurement, asked: Sequence[int]) -> Iterable[Point]:
-    actions = get_args(Action)
+def _front(
+    step: Measurement, actions: Actions, place: Place | None, asked: Sequence[int]
+) -> Iterable[Point]:
     low = predict(step, least_peak(step, actions)).peak
     high = max(low, predict(step, ["keep"] * len(step.names)).peak)
     between = [low + (high - low) * index // _NUM_FRONT for index in range(_NUM_FRONT + 1)]
@@ -231,23 +257,20 @@ def _front(step: Measurement, asked: Sequence[int]) -> Iterable[Point]:
         chosen = fastest(step, budget, actions)
         if tuple(chosen) not in seen:
             seen.add(tuple(chosen))
-            yield _point(step, "planned", _plan_of(step, chosen))
+            yield _point(step, "planned", plan_of(step, chosen, place))
 
 
-def _within(step: Measurement, label: str, budget: int) -> Point:
+def _within(
+    step: Measurement, label: str, budget: int, actions: Actions, place: Place | None
+) -> Point:
     try:
-        return _point(step, label, _plan_of(step, fastest(step, budget, get_args(Action))))
+        return _point(step, label, plan_of(step, fastest(step, budget, actions), place))
     except BudgetTooSmall as error:
         return Point(label, None, error.least, float("nan"))
 
 
-def _plan_of(step: Measurement, actions: Actions) -> Plan:
-    blocks = zip(step.names, step.class_names, actions, strict=True)
-    return Plan(tuple(BlockPlan(*block) for block in blocks))
-
-
 def _point(step: Measurement, label: str, plan: Plan) -> Point:
-    predicted = predict(step, [block.action for block in plan])
+    predicted = predict(step, [choice_of(block) for block in plan])
     return Point(label, plan, predicted.peak, predicted.seconds / _plain_seconds(step))
 
 

@@ -5,14 +5,16 @@ whose features are a weighted sum of those of measured sizes is the same weighte
 steps. (That is least squares; the weights also tell how much an error would grow.)
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ckpt.core.costs import Measurement, Segment, merged
+from lightning_ckpt.core.costs import Call, Measurement, Segment, merged
+from lightning_ckpt.core.plan import is_offloaded
 from lightning_ckpt.core.sizes import Size, features
 
 _MOST_WEIGHT = 4.0  # the sum of the weights' amounts: 1 between two sizes, large far from all
@@ -32,6 +34,7 @@ def fitted(sizes: Sequence[Size], steps: Sequence[Measurement], size: Size) -> M
         The step, with the seconds of the nearest measured size, since they need only rank the
         actions; None: more sizes must be measured first.
     """
+    steps = [_without_offload(step) for step in steps]
     if not sizes or merged(steps) is None:
         return None
     sides = np.array([each.dims for each in sizes]).reshape(len(sizes), -1)
@@ -101,25 +104,49 @@ def _combined(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) ->
     return combine(values)
 
 
+def _without_offload(step: Measurement) -> Measurement:
+    """What is given back must not be taken too large, so it is known of measured sizes alone."""
+    calls = (
+        Call(call.block, {a: o for a, o in call.options.items() if not is_offloaded(a)})
+        for call in step.calls
+    )
+    return step._replace(calls=tuple(calls))
+
+
 def canonical(step: Measurement) -> Measurement:
     """The same, with a number of segments that does not go by when results die or gradients are let
     go: what lies outside of blocks between two computations of blocks is one segment, or two before
     a recompute, of which the last counts by itself. Nothing is lost by that."""
-    return step._replace(segments=tuple(_canonical(step.segments)))
+    runs = list(_canonical(step.segments))
+    first = [*accumulate((number for _, number in runs), initial=0)]  # of each, as it was
+
+    def after(index: int) -> int:  # the first that begins there or later
+        return bisect_left(first, index)
+
+    calls = tuple(
+        call._replace(
+            leaves=None if call.leaves is None else after(call.leaves),
+            gone=after(call.gone),
+            returns=after(call.returns),  # a recompute, which stands alone
+        )
+        for call in step.calls
+    )
+    return step._replace(calls=calls, segments=tuple(_joined(run) for run, _ in runs))
 
 
-def _canonical(segments: Sequence[Segment]) -> Iterator[Segment]:
+def _canonical(segments: Sequence[Segment]) -> Iterator[tuple[list[Segment], int]]:
+    """What becomes one segment, and how many it was."""
     runs = [list(run) for _, run in groupby(segments, key=lambda segment: segment.kind)]
     for index, run in enumerate(runs):
         if run[0].kind != "outside":
-            yield from run
+            yield from (([segment], 1) for segment in run)
             continue
         is_before_recompute = index + 1 < len(runs) and runs[index + 1][0].kind == "recompute"
         if is_before_recompute:
-            yield _joined(run[:-1] or [run[0]._replace(peak=run[0].start)])
-            yield run[-1]
+            yield run[:-1] or [run[0]._replace(peak=run[0].start)], len(run) - 1
+            yield [run[-1]], 1
         else:
-            yield _joined(run)
+            yield run, len(run)
 
 
 def _joined(run: Sequence[Segment]) -> Segment:

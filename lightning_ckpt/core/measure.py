@@ -14,7 +14,9 @@ A node's saved tensors are let go after the gradients of what it broadcast (a bi
 those that a recompute gave are let go before. So a kept block may need those sums on top.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,12 +29,16 @@ from lightning_ckpt.core._torch import changes_arguments
 from lightning_ckpt.core.clock import Clock
 from lightning_ckpt.core.costs import Call, Kind, Measurement, Segment, pooled
 from lightning_ckpt.core.holders import wraps_tensors
+from lightning_ckpt.core.inputs import InputWatch
 from lightning_ckpt.core.mode_stack import StackedMode
+from lightning_ckpt.core.offload.config import OffloadConfig
 from lightning_ckpt.core.peak import PeakTracker
 from lightning_ckpt.core.recompute import Phase
 from lightning_ckpt.core.saving import SAVED
 from lightning_ckpt.core.traces import CallTrace, is_plain
+from lightning_ckpt.core.waiting import Link, offloaded, windows, within_room
 
+_NO_WAITING = Link(float("inf"), float("inf"))
 Mark = Literal["zero_grad", "optimizer"]
 UNNAMED = "tensors that no module has (DDP's gradient buckets)"  # one of a measurement's terms
 
@@ -58,16 +64,23 @@ class StepRecorder:
         blocks: its blocks, in the plan's order.
         tracker: tells live bytes and peaks.
         clock: tells times.
+        min_bytes: smaller storages would not be offloaded.
     """
 
     def __init__(
-        self, root: nn.Module, blocks: Sequence[nn.Module], tracker: PeakTracker, clock: Clock
+        self,
+        root: nn.Module,
+        blocks: Sequence[nn.Module],
+        tracker: PeakTracker,
+        clock: Clock,
+        min_bytes: int = OffloadConfig.min_bytes,
     ) -> None:
         self._root = root
         self._index = {id(block): index for index, block in enumerate(blocks)}
         self._tracker = tracker
         self._clock = clock
         self._mode = _FollowingMode(self)
+        self.inputs = InputWatch(root, clock.device, min_bytes)
         self.calls: list[CallTrace] = []
         self.current: CallTrace | None = None  # the call that computes now
         self._raw: list[_Raw] = []
@@ -92,6 +105,7 @@ class StepRecorder:
         self._tracker.reset_peak()
         self._kind, self._call, self._start = "outside", None, self._tracker.current_bytes
         self._met_before = self._tracker.met_bytes
+        self.inputs.begin()
         self._mode.enter()
         self._resumed = self._clock.mark()
 
@@ -121,13 +135,15 @@ class StepRecorder:
         index = self._index.get(id(block))
         if index is None or self._resumed is None:
             return None
-        self.calls.append(CallTrace(index, self._clock, self))
+        self.calls.append(CallTrace(index, self._clock, self, len(self.calls), self.inputs))
         return _Watch(self, len(self.calls) - 1)
 
     def begin(self, call: int, phase: Phase) -> None:
         if self._resumed is None:
             return
         self._cut(phase, call)
+        if phase == "recompute":
+            self.inputs.settle(call)
         self.current = self.calls[call]
         self.current.begin(phase, self._start)
 
@@ -172,6 +188,7 @@ class StepRecorder:
         self._sums = self._most_sums = 0
         self._is_cut_soon = False
         self._kind, self._call, self._start, self._met_before = kind, call, now, met
+        self.inputs.look(len(self._raw))
 
     def _grad_bytes(self) -> int:
         grads = [p.grad for p in self._root.parameters() if p.grad is not None]
@@ -184,6 +201,7 @@ class StepRecorder:
         optimizers: Sequence[Optimizer] = (),
         *,
         holds_grads: bool = False,
+        link: Link | None = None,
     ) -> Measurement:
         """What was recorded, as it is in a step that finds the optimizer's states there.
 
@@ -192,7 +210,9 @@ class StepRecorder:
             optimizers: those that stepped.
             holds_grads: whether the forward of a later step still holds the gradients of the step
                 before, until the mark "zero_grad" or, without one, until backward.
+            link: the way to where offloaded tensors would wait; None: nobody would wait for it.
         """
+        link = link or _NO_WAITING
         self._clock.synchronize()
         device = self._clock.device
         states = max(0, state_bytes(optimizers, device) - (self._state_bytes or 0))
@@ -212,7 +232,7 @@ class StepRecorder:
         step = Measurement(
             tuple(names),
             tuple(class_names),
-            tuple(Call(trace.block, trace.options(self._overhead)) for trace in self.calls),
+            within_room(list(self._calls(link)), self._num_waves(), link.room_bytes),
             tuple(segments),
             sum(self._clock.seconds(begin, end) for begin, end in self._times),
             {
@@ -226,6 +246,30 @@ class StepRecorder:
         )
         return pooled(step)
 
+    def _calls(self, link: Link) -> Iterator[Call]:
+        """What can be done with each."""
+        known = windows((raw.kind, raw.call) for raw in self._raw)
+        for index, trace in enumerate(self.calls):
+            options, window = trace.options(self._overhead), known.get(index)
+            movable = trace.movable(window.returns) if window else None
+            if window is None or movable is None:
+                yield Call(trace.block, options)
+                continue
+            meanwhile = self.calls[window.before].times()[1], trace.times()[0]
+            in_window = max(0.0, self._clock.seconds(*meanwhile))
+            options |= offloaded(options, movable, link, in_window)
+            gone, producers = movable.inputs.gone, movable.inputs.producers
+            yield Call(trace.block, options, window.leaves, gone, window.returns, producers)
+
+    def _num_waves(self) -> int:
+        kinds = [raw.kind for raw in self._raw if raw.kind != "outside"]
+        return sum(pair == ("forward", "recompute") for pair in pairwise(kinds))
+
+    def largest_bytes(self) -> int:
+        """The most that one call would offload if it were recomputed."""
+        saved = [self.inputs.saved(index, len(self._raw)) for index in range(len(self.calls))]
+        return max((each.alone_bytes for each in saved), default=0)
+
 
 class _Watch:
     """Follows one call, from the region that makes it: Note: [The end of a recompute]."""
@@ -233,6 +277,9 @@ class _Watch:
     def __init__(self, recorder: StepRecorder, call: int) -> None:
         self._recorder = recorder
         self._call = call
+
+    def inputs(self) -> AbstractContextManager[Any]:
+        return self._recorder.inputs.saving(self._call)
 
     def __call__(self, phase: Phase) -> "_Moment":
         return _Moment(self._recorder, self._call, phase)
@@ -269,6 +316,8 @@ class _FollowingMode(StackedMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(wraps_tensors, types)):
+            if self._recorder.current is not None:
+                self._recorder.current.meet_wrapped()
             return NotImplemented
         kwargs = kwargs or {}
         if self.on:

@@ -11,6 +11,8 @@ import yaml
 
 Action = Literal["keep", "recompute", "recompute_saving", "recompute_saving_attention"]
 Place = Literal["host", "disk"]
+# What a planner chooses from: an action, alone or with what the block saves waiting elsewhere.
+Choice = Literal[Action, "recompute_offloaded", "keep_offloaded"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,23 @@ class BlockPlan:
     class_name: str
     action: Action
     offload: Place | None = None
+
+
+def is_offloaded(choice: Choice) -> bool:
+    """Whether what the block saves waits elsewhere."""
+    return choice.endswith("_offloaded")
+
+
+def block_plan(name: str, class_name: str, choice: Choice, place: Place | None) -> BlockPlan:
+    """What a choice means for a block, if what it saves waits in `place`."""
+    action: Any = choice.removesuffix("_offloaded")
+    return BlockPlan(name, class_name, action, place if is_offloaded(choice) else None)
+
+
+def choice_of(block: BlockPlan) -> Choice:
+    """The planner's word for it."""
+    choice: Any = block.action if block.offload is None else f"{block.action}_offloaded"
+    return choice
 
 
 @dataclass(frozen=True)

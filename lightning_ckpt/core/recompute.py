@@ -31,7 +31,7 @@ from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
 from lightning_ckpt.core.saving import Contexts, Saving, contexts
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
-from lightning_ckpt.core.watchers import Phase, Watch, Watched, watches
+from lightning_ckpt.core.watchers import Phase, Watch, Watched, saving_inputs, watches
 
 Forward = Callable[..., Any]
 
@@ -58,15 +58,17 @@ class Options(NamedTuple):
     """What is known of a block before it is called.
 
     Attributes:
-        saved_inputs: makes the context, for a block, in which its arguments are saved for backward;
-            None: they stay where they are.
+        saved_inputs: makes the context, for a block and the tensors among its arguments, in which
+            these are saved for backward.
         takes_caches: whether Transformers may give it key-value caches.
         saving: which of its results are kept for the recompute; None: none.
+        moves_inputs: whether that context moves them elsewhere.
     """
 
-    saved_inputs: Callable[[nn.Module], AbstractContextManager[Any]] | None
+    saved_inputs: Callable[[nn.Module, Sequence[Tensor]], AbstractContextManager[Any]]
     takes_caches: bool
     saving: Saving | None = None
+    moves_inputs: bool = False
 
 
 def checkpointed_forward(
@@ -114,7 +116,7 @@ def _traced(
     """
     if not torch.is_grad_enabled():
         return forward(module, *args, **kwargs)
-    if options.saved_inputs is not None:  # hooks on saved tensors do not reach into compiled code
+    if options.moves_inputs:  # hooks on saved tensors do not reach into compiled code
         warn_of_offload(type(module).__qualname__)
         return _eager(module, forward, args, kwargs, options)
     warn_of_memory_budget()
@@ -157,7 +159,7 @@ def _eager(
     _refuse_iterators(module, flat.others)
     before = Before(module, flat.others)
     region = _Region(module, forward, args, kwargs, flat, before, options.saving)
-    with options.saved_inputs(module) if options.saved_inputs else nullcontext():
+    with region.saved_inputs(), options.saved_inputs(module, flat.tensors):  # the inner one rules
         result = checkpoint(region, *flat.tensors, use_reentrant=False)
     for tensor in (result,) if isinstance(result, Tensor) else flatten(result).tensors:
         if tensor.grad_fn is not None:
@@ -265,6 +267,10 @@ class _Region:
             return nullcontext()
         (_, taking), self._saved = self._saved, None
         return taking
+
+    def saved_inputs(self) -> AbstractContextManager[Any]:
+        """The context in which torch saves them."""
+        return saving_inputs(self._watches) if self._watches else nullcontext()
 
     def _watched(self, phase: Phase) -> AbstractContextManager[Any]:
         return Watched(self._watches, phase) if self._watches else nullcontext()

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import nn
 
 from lightning_ckpt.core import _transformers
-from lightning_ckpt.core.offload import kept_forward, saving
+from lightning_ckpt.core.offload import followed_forward, kept_forward, saving
 from lightning_ckpt.core.plan import Action
 from lightning_ckpt.core.recompute import Options, checkpointed_forward
 from lightning_ckpt.core.saving import saving_of
@@ -45,7 +45,8 @@ def swap_in(block: nn.Module, action: Action, offloads: bool) -> None:
     Args:
         block: the block.
         action: whether it checkpoints itself.
-        offloads: whether what it saves for backward goes to the offload in force for it.
+        offloads: whether what it saves for backward goes to the offload in force for it; that may
+            only follow it otherwise.
     """
     key = (plain_class(type(block)), action, offloads, "forward" in vars(block))
     swapped = _classes.get(key)
@@ -96,8 +97,9 @@ def _subclass(base: type[nn.Module], action: Action, offloads: bool, own_forward
             that of the class: then ours is a property, which comes first, and calls it. (Dynamo
             follows a plain function better, so it is that otherwise.)
     """
-    saved_inputs = functools.partial(saving, is_recomputed=True) if offloads else None
-    options = Options(saved_inputs, _transformers.is_of_library(base), saving_of(action))
+    saved_inputs = functools.partial(saving, is_recomputed=True)
+    options = Options(saved_inputs, _transformers.is_of_library(base), saving_of(action), offloads)
+    kept = kept_forward if offloads else followed_forward
     is_function = isinstance(inspect.getattr_static(base, "forward"), types.FunctionType)
 
     def plain_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +113,7 @@ def _subclass(base: type[nn.Module], action: Action, offloads: bool, own_forward
         if not isinstance(self, _Checkpointed):  # somebody kept this method beyond the swap
             return plain_forward(self, *args, **kwargs)
         if action == "keep":
-            return kept_forward(self, plain_forward, args, kwargs)
+            return kept(self, plain_forward, args, kwargs)
         return checkpointed_forward(self, plain_forward, args, kwargs, options)
 
     if is_function:

@@ -7,11 +7,14 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 
+from lightning_ckpt.core._torch import CASTS
 from lightning_ckpt.core.clock import Clock
 from lightning_ckpt.core.costs import Option
-from lightning_ckpt.core.plan import Action
+from lightning_ckpt.core.inputs import InputWatch
+from lightning_ckpt.core.plan import Choice
 from lightning_ckpt.core.recompute import Phase
 from lightning_ckpt.core.saving import SAVED, Saving
+from lightning_ckpt.core.waiting import Movable
 
 
 class Segments(Protocol):
@@ -31,16 +34,26 @@ class CallTrace:
         block: its index.
         clock: tells times.
         segments: tells of the step's segments, and begins another where an output of the call dies.
+        number: the call's.
+        inputs: follows what it saves.
     """
 
-    def __init__(self, block: int, clock: Clock, segments: Segments) -> None:
+    def __init__(
+        self, block: int, clock: Clock, segments: Segments, number: int, inputs: InputWatch
+    ) -> None:
         self.block = block
+        self._number = number
+        self._inputs = inputs
+        self._own: set[int] = set()  # `id` of the storages that the computation made
+        self._others: dict[int, int] = {}  # bytes of what it read beside, by `id`
+        self._has_wrapped = False  # tensors that an offload does not move
+        self._made_bytes = self._result_bytes = 0  # that could be moved
         self._clock = clock
         self._segments = segments
         self._made: dict[Phase, list[list[_Made]]] = {"forward": [], "recompute": []}
         self._outputs: list[int] = []  # operations whose results outlived the forward
         self._own_outputs = self._has_late_end = False
-        self._late = 0
+        self._late = self._doubled = 0
         self._phase: Phase = "forward"
         self._start = 0
         self._levels: dict[Phase, list[int]] = {"forward": [], "recompute": []}  # above the start
@@ -55,6 +68,8 @@ class CallTrace:
         self._phase, self._start = phase, start
         self._levels[phase].clear()  # of an earlier recompute of the same call
         self._made[phase].clear()
+        self._own.clear()
+        self._others.clear()
         self._own_outputs = phase == "recompute" and self._held_by_others()
         for saved in self._saved.values():
             saved.begin(phase)
@@ -67,9 +82,31 @@ class CallTrace:
         level = live - self._start
         self._levels[self._phase].append(level)
         fresh = _fresh(given, result)
-        self._made[self._phase].append([_Made(storage, self._segments) for storage in fresh])
+        # Autocast keeps its copies of weights until it ends, whoever else lets them go.
+        is_copy = operation in CASTS and any(map(self._is_state, _flat(given)))
+        made = [_Made(s, self._segments, self._inputs, not is_copy) for s in fresh]
+        self._made[self._phase].append(made)
+        if self._phase == "recompute":
+            self._note_others(given)
+        self._own.update(each.key for each in made)
         for saved in self._saved.values():
             saved.add(operation, result, times, level)
+
+    def _is_state(self, tensor: Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._inputs.state
+
+    def _note_others(self, given: Any) -> None:
+        """An operation of a kept block may save what it reads from elsewhere, too."""
+        for tensor in _flat(given):
+            storage = self._inputs.movable(tensor)
+            if storage is None or id(storage) in self._own:
+                continue
+            if not self._inputs.knows(self._number, storage):
+                self._others[id(storage)] = storage.nbytes()
+
+    def meet_wrapped(self) -> None:
+        """There was an operation on tensors around tensors, which an offload does not move."""
+        self._has_wrapped = True
 
     def spoil(self, tensors: Iterable[Tensor]) -> None:
         """These will be changed in place."""
@@ -87,11 +124,17 @@ class CallTrace:
                 for made in outlived:
                     made.is_output = True
                 self._outputs += [index] if outlived else []
+                self._inputs.gave(self._number, (made.key for made in outlived))
         else:
             self._times = (self._begun, self._clock.mark())
-            doubled = self._doubled() if self._own_outputs else 0
+            results = self._again() if self._own_outputs else []
+            doubled = sum(made.num_bytes for made in results)
             self._held = max(0, live - self._start - doubled)
             self._late = doubled if self._has_late_end else 0
+            self._doubled = doubled
+            alive = [m for each in self._made["recompute"] for m in each if m.can_move()]
+            self._made_bytes = sum(m.num_bytes for m in alive if m not in results)
+            self._result_bytes = sum(m.num_bytes for m in alive if m in results)
 
     def _held_by_others(self) -> bool:
         """Whether the forward's results are there until the last segment before this recompute."""
@@ -100,22 +143,37 @@ class CallTrace:
         self._has_late_end = any(end is not None and end <= last for end in ends)
         return all(end is None or end >= last for end in ends)
 
-    def _doubled(self) -> int:
-        """Bytes of results that the recompute made once more and holds: a kept block would hold
-        those that its forward gave, and they are counted already."""
+    def _again(self) -> list["_Made"]:
+        """Results that the recompute made once more and holds: a kept block would hold those that
+        its forward gave, and they are counted already."""
         again = self._made["recompute"]
         there = [made for index in self._outputs if index < len(again) for made in again[index]]
-        return sum(made.num_bytes for made in there if made.died is None)
+        return [made for made in there if made.died is None]
 
-    def options(self, overhead: float) -> dict[Action, Option]:
+    def movable(self, returns: int) -> Movable | None:
+        """What could wait elsewhere until that segment; None: it is not known."""
+        if self._times is None or self._has_wrapped:
+            return None
+        return Movable(
+            self._inputs.saved(self._number, returns),
+            self._made_bytes,
+            self._result_bytes,
+            sum(self._others.values()),
+        )
+
+    def times(self) -> tuple[Any, Any]:
+        """When its recompute began and ended."""
+        return self._times or (self._begun, self._begun)
+
+    def options(self, overhead: float) -> dict[Choice, Option]:
         """What could be done with this call; after `Clock.synchronize`. A partly recomputed call
         loses `overhead` seconds for each operation."""
         if self._times is None:  # backward never came here: it costs nothing, and would hold much
             return {"recompute": Option(0, 0, 0, 0.0)}
         seconds = self._clock.seconds(*self._times)
-        options: dict[Action, Option] = {
+        options: dict[Choice, Option] = {
             "recompute": Option(0, 0, 0, seconds),
-            "keep": Option(self._held, self._kept_forward(), None, 0.0, self._late),
+            "keep": Option(self._held, self._kept_forward(), None, 0.0, self._late, self._doubled),
         }
         for saving, saved in self._saved.items():
             if saved.is_possible:
@@ -138,15 +196,29 @@ class CallTrace:
 class _Made:
     """A storage that an operation gave, and from which segment on it was dead."""
 
-    def __init__(self, storage: torch.UntypedStorage, segments: Segments) -> None:
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        segments: Segments,
+        inputs: InputWatch,
+        is_movable: bool,
+    ) -> None:
         self.num_bytes = storage.nbytes()
+        self.key = id(storage)
+        self._is_movable = is_movable and self.num_bytes >= inputs.min_bytes
         self.is_output = False
         self.died: int | None = None
 
         def died(_: Any) -> None:
             self.died = segments.cut_soon() if self.is_output else segments.index()
+            if self.is_output:
+                inputs.died(self.key)
 
         self._ref = weakref.ref(storage, died)
+
+    def can_move(self) -> bool:
+        """Whether it is there, and an offload would move it."""
+        return self.died is None and self._is_movable
 
 
 class _Result:
@@ -208,6 +280,7 @@ class SavedResults:
             forward=max(0, self._peaks["forward"] - max([0, *levels["forward"]])),
             recompute=max(0, self._peaks["recompute"] - max([0, *levels["recompute"]])),
             seconds=max(0.0, seconds - spared) + overhead * sum(map(len, levels.values())),
+            output=sum(result.num_bytes for result in self._each() if not result.is_extra),
         )
 
     def _each(self) -> Iterator[_Result]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -46,6 +46,24 @@ def counted_recomputes() -> Iterator[Counter[nn.Module]]:
 def watches(block: nn.Module) -> list[Watch]:
     """What watches the call of `block` that begins."""
     return [watch for watcher in _watchers if (watch := watcher(block)) is not None]
+
+
+@runtime_checkable
+class SeesInputs(Protocol):
+    """A watch that also follows what the call saves of its arguments."""
+
+    def inputs(self) -> AbstractContextManager[Any]:
+        """The context in which they are saved for backward."""
+
+
+@contextmanager
+def saving_inputs(watches: list[Watch]) -> Iterator[None]:
+    """The context in which a call saves its arguments; of several watches the last sees them."""
+    with ExitStack() as entered:
+        for watch in watches:
+            if isinstance(watch, SeesInputs):
+                entered.enter_context(watch.inputs())
+        yield
 
 
 class Watched:

@@ -205,15 +205,12 @@ def test_a_thinned_front_is_within_a_percent(monkeypatch: pytest.MonkeyPatch) ->
     assert predicted.seconds <= 1.01 * best
 
 
-def test_a_front_keeps_its_ends_and_nothing_that_is_beaten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_front_keeps_its_ends_and_nothing_that_is_beaten() -> None:
     held, seconds = np.array([5, 0, 5, 9, 7]), np.array([3.0, 8.0, 2.0, 1.0, 2.0])
-    assert _front(held, seconds).tolist() == [1, 2, 3]
+    assert _front(held, seconds, 100).tolist() == [1, 2, 3]
     held, seconds = np.arange(100), np.arange(100, 0, -1.0)
-    assert len(_front(held, seconds)) == 100
-    monkeypatch.setattr("lightning_ckpt.core.planner._NUM_POINTS", 4)
-    front = _front(held, seconds).tolist()
+    assert len(_front(held, seconds, 100)) == 100
+    front = _front(held, seconds, 4).tolist()
     assert front[0] == 0, "what holds least may be all that fits later"
     assert front[-1] == 99
     assert len(front) == 5

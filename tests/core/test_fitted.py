@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 from test_budget import ACTIONS, chain, every_plan, towers
+from test_offload_planned import offloading as offloading_chain
 
-from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, predict
+from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, choices, predict
 from lightning_ckpt.core.fitted import canonical, fitted
 from lightning_ckpt.core.sizes import Size
 
@@ -148,27 +149,12 @@ def test_blocks_in_another_order_are_not_mixed() -> None:
     assert fitted([size(4, each) for each in LENGTHS], steps, size(4, 50)) is None
 
 
-class LargerOption(NamedTuple):
-    """An option that knows more."""
-
-    held: int
-    forward: int
-    recompute: int | None
-    seconds: float
-    late: int
-    moved: int
-    link_seconds: float
-
-
 def test_further_numbers_of_an_option_are_fitted_too() -> None:
     def larger(length: int) -> Measurement:
         step = attention(4, length)
         calls = tuple(
             call._replace(
-                options={
-                    a: LargerOption(*o, moved=3 * length**2, link_seconds=float(length))
-                    for a, o in call.options.items()
-                }
+                options={a: o._replace(output=3 * length**2) for a, o in call.options.items()}
             )
             for call in step.calls
         )
@@ -176,9 +162,44 @@ def test_further_numbers_of_an_option_are_fitted_too() -> None:
 
     found = fitted([size(4, e) for e in LENGTHS], [larger(e) for e in LENGTHS], size(4, 58))
     assert found is not None
-    option: LargerOption = found.calls[0].options["keep"]  # type: ignore[assignment]
-    assert option.moved == 3 * 58**2
-    assert option.link_seconds == 60.0
+    assert found.calls[0].options["keep"].output == 3 * 58**2
+
+
+def test_offload_is_known_of_measured_sizes_alone() -> None:
+    """What is given back must not be taken too large."""
+
+    def offloading(length: int) -> Measurement:
+        step = attention(4, length)
+        calls = []
+        for call in step.calls:
+            moved = call.options["recompute"]._replace(moved=length, inputs=length)
+            options = {**call.options, "recompute_offloaded": moved}
+            calls.append(call._replace(options=options, leaves=2, returns=3))
+        return step._replace(calls=tuple(calls))
+
+    found = fitted([size(4, e) for e in LENGTHS], [offloading(e) for e in LENGTHS], size(4, 58))
+    assert found is not None
+    assert "recompute_offloaded" not in found.calls[0].options
+
+
+def test_fewer_segments_have_offload_leave_and_return_where_it_did() -> None:
+    """Or later, and earlier."""
+    step = offloading_chain(4, random.Random(0))
+    segments, calls = [], list(step.calls)
+    at = []
+    for segment in step.segments:  # each stretch outside of blocks is cut in three
+        at.append(len(segments))
+        cut = [segment] * 3 if segment.kind == "outside" else [segment]
+        segments += cut
+    cut_calls = [
+        c._replace(leaves=None if c.leaves is None else at[c.leaves], returns=at[c.returns])
+        for c in calls
+    ]
+    cut_step = step._replace(segments=tuple(segments), calls=tuple(cut_calls))
+    made = canonical(cut_step)
+    able = choices(step, ["keep", "recompute_offloaded", "keep_offloaded"])
+    for actions in itertools.product(*able):
+        assert predict(made, actions).peak == predict(step, actions).peak
 
 
 @pytest.mark.parametrize("make", [chain, lambda num, rng: towers(rng)])

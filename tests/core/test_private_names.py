@@ -207,3 +207,22 @@ def test_operations_that_give_what_they_are_given() -> None:
     assert _torch.depends_on_values(aten.nonzero.default)
     assert _torch.depends_on_values(aten._local_scalar_dense.default)
     assert not _torch.depends_on_values(aten.add.Tensor)
+
+
+def test_tensors_on_a_storage_are_counted() -> None:
+    tensor = torch.ones(4)
+    alone = _torch.storage_uses(torch.ones(4))
+    assert _torch.storage_uses(tensor) == alone
+    view = tensor[1:]
+    assert _torch.storage_uses(tensor) == _torch.storage_uses(view) == alone + 1
+    del view
+    assert _torch.storage_uses(tensor) == alone
+    saved = (tensor.requires_grad_() * 2).exp()  # a node that saves its result adds one
+    assert _torch.storage_uses(saved) == alone + 1
+    other = saved.detach()
+    del saved
+    assert _torch.storage_uses(other) == alone
+
+
+def test_casts_are_known() -> None:
+    assert torch.ops.aten._to_copy.default in _torch.CASTS

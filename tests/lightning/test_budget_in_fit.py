@@ -459,7 +459,6 @@ def two_ranks_with_buckets() -> None:
         ({"budget": "much"}, "budget='much'"),
         ({"budget": True}, "budget"),
         ({"budget": "1GiB", "every_n": 2}, "budget= and every_n="),
-        ({"budget": "1GiB", "offload": True}, "budget= and offload="),
         ({"budget": "1GiB", "plan": {"blocks": [{"name": "a", "action": "keep"}]}}, "plan="),
         ({"plan": {"blocks": [{"name": "a", "action": "keep"}]}, "every_n": 2}, "plan="),
         ({"plan": "no such file"}, "no such file"),

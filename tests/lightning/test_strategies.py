@@ -585,6 +585,12 @@ def _ddp_unlike_batches() -> None:
     unlike_batches_on_two_ranks()
 
 
+def _ddp_budget_with_offload() -> None:
+    from test_budget_with_offload import two_ranks
+
+    two_ranks()
+
+
 def _ddp_string() -> None:
     """A name is enough; without arguments every block is checkpointed."""
     trainer = trainer_of(strategy="partial_checkpoint_ddp", devices=2, max_epochs=1)
@@ -1048,6 +1054,7 @@ CASES: dict[str, Callable[..., None]] = {
     "ddp: budget and buckets": _ddp_buckets,
     "ddp: lengths": _ddp_lengths,
     "ddp: unlike batches": _ddp_unlike_batches,
+    "ddp: budget with offload": _ddp_budget_with_offload,
     "ddp: comm hook": _ddp_comm_hook,
     "ddp: frozen part": _ddp_frozen_part,
     "ddp: unused on one rank": partial(_ddp_unused_on_one_rank, 1),

@@ -8,7 +8,7 @@ from lightning_ckpt.core.offload.disk import DiskTarget
 from lightning_ckpt.core.offload.engine import Offloader, put_in_force, saving
 from lightning_ckpt.core.offload.first_step import watch_first_step
 from lightning_ckpt.core.offload.host import HostTarget
-from lightning_ckpt.core.offload.kept import kept_forward
+from lightning_ckpt.core.offload.kept import followed_forward, kept_forward
 from lightning_ckpt.core.offload.machine import check_directory, host_budget
 from lightning_ckpt.core.offload.pool import PinnedPool
 from lightning_ckpt.core.offload.report import OffloadReport
@@ -19,8 +19,10 @@ __all__ = [
     "OffloadConfig",
     "OffloadReport",
     "Offloader",
+    "followed_forward",
     "kept_forward",
     "make_offloader",
+    "make_target",
     "nothing_to_move",
     "put_in_force",
     "read_offload",
@@ -37,8 +39,21 @@ def nothing_to_move(config: OffloadConfig) -> bool:
     return config.target == "host" and not torch.accelerator.is_available()
 
 
-def make_offloader(config: OffloadConfig, root: nn.Module) -> Offloader | None:
-    """An offload for the blocks of `root`; None if there is nothing to move.
+def make_offloader(
+    config: OffloadConfig, root: nn.Module, is_steady: bool = False
+) -> Offloader | None:
+    """An offload for the blocks of `root`; None if there is nothing to move. A steady one lets
+    bytes go, and brings them back, at times that can be foretold.
+
+    Raises:
+        ValueError: the machine cannot do what `config` says.
+    """
+    target = make_target(config)
+    return None if target is None else Offloader(config, target, root, is_steady)
+
+
+def make_target(config: OffloadConfig) -> Target | None:
+    """Where tensors wait; None if there is nothing to move.
 
     Raises:
         ValueError: the machine cannot do what `config` says.
@@ -46,10 +61,6 @@ def make_offloader(config: OffloadConfig, root: nn.Module) -> Offloader | None:
     budget = host_budget(config.max_host_bytes)
     if nothing_to_move(config):
         return None
-    return Offloader(config, _target(config, budget), root)
-
-
-def _target(config: OffloadConfig, budget: int) -> Target:
     if config.target == "host":
         return HostTarget(PinnedPool(budget))
     disk = DiskTarget(check_directory(config.directory))

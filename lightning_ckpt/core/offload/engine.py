@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,10 +24,11 @@ from lightning_ckpt.core.offload.targets import Moved, Target
 
 class _Stayed(NamedTuple):
     """A tensor that was not moved, and its version then: under saved-tensor hooks autograd no
-    longer looks for in-place changes."""
+    longer looks for in-place changes. Its call, if that is to hear when backward asks for it."""
 
     tensor: Tensor
     version: int
+    call: Call | None = None
 
 
 class Offloader:
@@ -37,13 +38,21 @@ class Offloader:
         config: the user's words.
         target: where to.
         root: the module that the handle is for, whose parameters and buffers are not moved.
+        is_steady: whether bytes come and go at times that can be foretold (see the schedule): then
+            `keep_last` means nothing, and no more than one call is fetched ahead.
     """
 
-    def __init__(self, config: OffloadConfig, target: Target, root: nn.Module) -> None:
+    def __init__(
+        self, config: OffloadConfig, target: Target, root: nn.Module, is_steady: bool = False
+    ) -> None:
         self.config = config
         self._target = target
         self._root = weakref.ref(root)
-        self._scheduler = Scheduler(target, config.prefetch, config.keep_last)
+        self.is_steady = is_steady
+        prefetch, keep_last = config.prefetch, config.keep_last
+        if is_steady:
+            prefetch, keep_last = min(prefetch, 1), 0
+        self._scheduler = Scheduler(target, prefetch, keep_last, is_steady)
         self._state: StorageMap[str] = StorageMap()  # "a parameter" or "a buffer"
         self._stayed: Counter[str] = Counter()
         self._counted: StorageMap[bool] = StorageMap()
@@ -64,8 +73,10 @@ class Offloader:
             self._scheduler.on_phase = None
 
     @contextmanager
-    def saving(self, block: nn.Module, is_recomputed: bool) -> Iterator[None]:
-        """Around a call of `block`: move what is saved for backward.
+    def saving(
+        self, block: nn.Module, arguments: Sequence[Tensor], is_recomputed: bool, moves: bool
+    ) -> Iterator[None]:
+        """Around a call of `block`: move what is saved for backward, or only follow it.
 
         Raises:
             OSError: a copy failed.
@@ -73,8 +84,13 @@ class Offloader:
         call = self._scheduler.open_call()
         if call.position == 0:
             self._begin_wave()
-        self._note_state(block)  # as it is now: sharding strategies exchange it around each call
-        pack = _Pack(self, call, is_recomputed)
+        if moves:
+            self._note_state(block)  # as it is: sharding strategies exchange it around each call
+        if self.is_steady:
+            for tensor in arguments:
+                if _storage(tensor) is not None:
+                    self._scheduler.take(tensor)
+        pack = _Pack(self, call, is_recomputed, moves)
         del call
         try:
             with saved_tensors_hooks(pack, _unpack):
@@ -174,21 +190,23 @@ class _Pack:
     changed.
     """
 
-    def __init__(self, offloader: Offloader, call: Call, is_recomputed: bool) -> None:
+    def __init__(self, offloader: Offloader, call: Call, is_recomputed: bool, moves: bool) -> None:
         self._state: tuple[Offloader, Call] | None = offloader, call
         self._is_recomputed = is_recomputed
+        self._moves = moves
         self._seen: list[tuple[Tensor, Slot]] = []
 
     @torch.compiler.disable  # parts of a block may be compiled, and the compiler follows hooks
     def __call__(self, tensor: Tensor) -> _Stayed | Place:
         assert self._state is not None
         offloader, call = self._state
-        reason = offloader.reason_to_stay(tensor)
+        reason = offloader.reason_to_stay(tensor) if self._moves else "as the plan says"
         # Without the graph: an output that its own node held would never be freed.
         tensor = tensor if tensor.grad_fn is None else tensor.detach()
         if reason is not None:
-            offloader.count_stayed(reason, tensor)
-            return _Stayed(tensor, tensor_version(tensor))
+            if self._moves:
+                offloader.count_stayed(reason, tensor)
+            return _Stayed(tensor, tensor_version(tensor), call if offloader.is_steady else None)
         place = call.scheduler.save(call, tensor)
         if self._is_recomputed:
             self._seen.append((tensor, place.slot))
@@ -225,6 +243,8 @@ def _unpack(packed: _Stayed | Place) -> Tensor:
         storage = packed.call.scheduler.use(packed)
         empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
         return empty.set_(storage, packed.offset, packed.size, packed.stride)
+    if packed.call is not None:
+        packed.call.scheduler.touch(packed.call)
     if tensor_version(packed.tensor) != packed.version:
         raise RuntimeError(
             "a tensor that was saved for backward in an offloaded block was modified by an inplace "
@@ -234,22 +254,32 @@ def _unpack(packed: _Stayed | Place) -> Tensor:
     return packed.tensor
 
 
-# Which offload is in force for each block. Kept here, not on the modules, so that copies know
-# nothing of it.
-_in_force: WeakKeyDictionary[nn.Module, Offloader] = WeakKeyDictionary()
+# Which offload is in force for each block, and whether it moves anything of that block. Kept here,
+# not on the modules, so that copies know nothing of it.
+_in_force: WeakKeyDictionary[nn.Module, tuple[Offloader, bool]] = WeakKeyDictionary()
 
 
-def put_in_force(block: nn.Module, offloader: Offloader | None) -> None:
-    """Let `block` offload by `offloader` from now on, or not at all."""
+def put_in_force(block: nn.Module, offloader: Offloader | None, moves: bool = True) -> None:
+    """Let `block` offload by `offloader` from now on, or not at all.
+
+    Args:
+        block: the block.
+        offloader: follows its calls.
+        moves: whether it moves what they save.
+    """
     if offloader is None:
         former = _in_force.pop(block, None)
         if former is not None:
-            former.look()
+            former[0].look()
     else:
-        _in_force[block] = offloader
+        _in_force[block] = offloader, moves
 
 
-def saving(block: nn.Module, is_recomputed: bool) -> AbstractContextManager[Any]:
+def saving(
+    block: nn.Module, arguments: Sequence[Tensor], is_recomputed: bool
+) -> AbstractContextManager[Any]:
     """The context for one call of `block`, in which tensors are saved for backward."""
-    offloader = _in_force.get(block)
-    return nullcontext() if offloader is None else offloader.saving(block, is_recomputed)
+    if (found := _in_force.get(block)) is None:
+        return nullcontext()
+    offloader, moves = found
+    return offloader.saving(block, arguments, is_recomputed, moves)

@@ -70,6 +70,15 @@ class Leaving:
         while self._copies and _has_ended(self._copies[0].slot()):
             self._end_oldest()
 
+    def end_before(self, call_number: int) -> None:
+        """Wait for those that began in earlier calls.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        while self._copies and self._copies[0].call_number < call_number:
+            self._end_oldest()
+
     def settle(self) -> None:
         """Wait for all of them.
 
@@ -109,7 +118,7 @@ class Leaving:
         finally:
             self._counts.seconds_waited += time.perf_counter() - start
         slot.is_out = True
-        if not slot.is_wanted:
+        if not slot.is_wanted and not slot.stays:
             slot.source.let_go()
         return None
 

@@ -13,6 +13,13 @@ Backward is expected to ask for the calls of a wave in the order that the last w
 showed, and before there was one, last call first. At the first request of a call, those of the next
 `prefetch` calls are fetched. A request that comes unexpected is served at once, and moves the
 window; what was fetched for nothing is let go.
+
+Note: [Steady]
+Who foretells memory must know when bytes are gone. So a steady scheduler lets a source go when the
+next call has ended, and at the latest when backward begins, and at no other time; the calls of
+blocks that move nothing are opened as well, and tell of their backward by `touch`. What two calls
+in a row get as an argument (a mask, what an encoder gave) is held by more than blocks and would be
+there twice when it is back, so it stays.
 """
 
 import threading
@@ -40,14 +47,18 @@ class Scheduler:
         target: where to.
         prefetch: so many calls ahead of backward their slots are brought back.
         keep_last: so many of the newest calls have slots that did not leave yet.
+        is_steady: see the note.
     """
 
-    def __init__(self, target: Target, prefetch: int, keep_last: int) -> None:
+    def __init__(
+        self, target: Target, prefetch: int, keep_last: int, is_steady: bool = False
+    ) -> None:
         self.counts = Counts()
         self.on_phase: Callable[[str], None] | None = None  # told what runs next
         self._target = target
         self._prefetch = prefetch
         self._keep_last = keep_last
+        self._is_steady = is_steady
         self._wave = Wave()
         self._orders: OrderedDict[int, list[int]] = OrderedDict()  # by number of calls
         self._recent: list[weakref.ref[Call]] = []
@@ -57,6 +68,7 @@ class Scheduler:
         self._current: weakref.ref[Call] | None = None
         self._window: list[weakref.ref[Slot]] = []
         self._slots: StorageMap[weakref.ref[Slot]] = StorageMap()
+        self._arguments: StorageMap[int] = StorageMap()  # numbers of calls; -1: of several
         self.lock = threading.RLock()  # backward runs in threads of its own
 
     def open_call(self) -> Call:
@@ -78,6 +90,19 @@ class Scheduler:
             self._begin(f"the forward of block {call.position + 1} that is offloaded")
             return call
 
+    def take(self, tensor: Tensor) -> None:
+        """The newest call got `tensor` as an argument: Note: [Steady]."""
+        with self.lock:
+            storage = tensor.untyped_storage()
+            before = self._arguments.get(storage)
+            if before not in (-1, self._num_opened - 1):
+                self._arguments.put(storage, self._num_opened)
+                return
+            self._arguments.put(storage, -1)
+            known = self._slots.get(storage)
+            if known is not None and (slot := known()) is not None:
+                slot.stays = True
+
     def save(self, call: Call, tensor: Tensor) -> Place:
         """`tensor` was saved for backward in `call`.
 
@@ -88,8 +113,10 @@ class Scheduler:
             slot = self._slot_of(tensor)
             is_shared = slot.last_call is not None and slot.last_call() is not call
             call.add(slot)
+            slot.stays = slot.stays or self._arguments.get(tensor.untyped_storage()) == -1
             is_newest = any(reference() is call for reference in self._recent)
-            if not is_newest and slot.parcel is None:  # or another call began inside of this one
+            # Not the newest: another call began inside of this one, or none is kept back.
+            if not is_newest and slot.parcel is None and not slot.stays:
                 self._send(slot)
             elif is_newest and is_shared:  # under way, perhaps, for an older call
                 slot.is_wanted = True
@@ -110,6 +137,8 @@ class Scheduler:
                     slot.rest()
             self._shared = [weakref.ref(slot) for slot in live(self._shared) if slot.is_wanted]
             self.look()
+            if self._is_steady:
+                self._leaving.end_before(self._num_opened)
             self._begin("the rest of the forward and the loss")
 
     def use(self, place: Place) -> torch.UntypedStorage:
@@ -129,6 +158,15 @@ class Scheduler:
                 slot.rest()
             return storage
 
+    def touch(self, call: Call) -> None:
+        """The backward of the call is there, though it may have moved nothing.
+
+        Raises:
+            OSError: a copy failed.
+        """
+        with self.lock:
+            self._move_to(call)
+
     def look(self) -> None:
         """Let go of the sources whose copies have ended.
 
@@ -136,7 +174,8 @@ class Scheduler:
             OSError: a copy failed.
         """
         with self.lock:
-            self._leaving.look()
+            if not self._is_steady:
+                self._leaving.look()
             self._target.look()
 
     def settle(self) -> None:
@@ -199,6 +238,8 @@ class Scheduler:
         wave = call.wave
         if wave.expected is None:
             self._expect(wave)
+            if self._is_steady:
+                self._leaving.settle()
         if not call.is_asked_for:
             call.is_asked_for = True
             wave.order.append(call.position)

@@ -23,6 +23,7 @@ class Slot:
         self.arrival: Arrival | None = None
         self.is_out = False  # the copy at the target is complete
         self.is_wanted = False  # expected to be asked for soon
+        self.stays = False  # whatever happens
         self.held: torch.UntypedStorage | None = None  # restored
         self.num_pending = 0  # times that it was saved and not yet asked for
         self.last_call: weakref.ref[Call] | None = None
@@ -38,7 +39,7 @@ class Slot:
         if self.arrival is not None:
             self.arrival.abandon()
             self.arrival = None
-        if self.is_out:
+        if self.is_out and not self.stays:
             self.source.let_go()
 
 
