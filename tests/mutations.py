@@ -537,7 +537,7 @@ MUTATIONS = [
     Mutation(
         "the words of a tightened offload",
         "lightning_ckpt/fitting.py",
-        "self.handle = apply_plan_quietly(module, plan, read_offload(self.offload))",
+        "self.handle = apply_plan_quietly(module, plan, config)",
         "self.handle = apply_plan_quietly(module, plan)",
         (SURVIVING,),
     ),
