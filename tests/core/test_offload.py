@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from helpers import MlpBlock, Stack, assert_same
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_ckpt import apply_partial_checkpoint
 from lightning_ckpt.core.apply import Handle
@@ -358,6 +360,35 @@ def test_the_peak_is_that_of_the_first_blocks_backward() -> None:
         # which then has the gradients of that many blocks less.
         assert offloaded == replayed + prefetch * (x.nbytes - gradients)
         assert plain - offloaded > 6 * x.nbytes
+
+
+@pytest.mark.parametrize("scope", ["inputs", "all"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_recompute_that_torch_ends_early(early: bool, scope: Any) -> None:
+    """By an exception, once all that backward needs is there: here in a block's last layer."""
+    model = Stack(lambda: MlpBlock(dropout=0.0))
+    plain = copy.deepcopy(model)
+    square(plain)
+    calls: Counter[str] = Counter()
+    storages: list[weakref.ref[Any]] = []
+    for layer in model.layers:
+        layer.down.register_forward_pre_hook(lambda *_: calls.update(["begun"]))
+        layer.down.register_forward_hook(lambda *_: calls.update(["ended"]))
+        layer.up.register_forward_pre_hook(
+            lambda module, args: storages.append(weakref.ref(args[0].untyped_storage()))
+        )
+    with (
+        apply_partial_checkpoint(model, 2, disk(scope=scope, keep_last=0)) as handle,
+        set_checkpoint_early_stop(early),
+    ):
+        for _ in range(3):
+            model.zero_grad()
+            square(model)
+            assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        offloader_of(handle).settle()
+        assert offloader_of(handle).report().in_bytes > 0
+    assert calls == {"begun": 3 * (4 + 2), "ended": 3 * (4 + (0 if early else 2))}
+    assert [storage() for storage in storages] == [None] * 18, "the end of one still holds it"
 
 
 def test_nothing_keeps_what_has_left() -> None:

@@ -89,8 +89,10 @@ def test_a_directory_that_is_missing_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    refused(str(tmp_path), "is read-only")
+    """Files can be made in it by who may write to it and enter it."""
+    for missing in (os.W_OK, os.X_OK):
+        monkeypatch.setattr(os, "access", lambda path, mode, m=missing: not mode & m)
+        refused(str(tmp_path), "is read-only")
 
 
 def test_a_file_system_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +131,8 @@ def test_the_kind_of_a_file_system_is_that_of_the_nearest_mount(tmp_path: Path) 
         "ext4",
     ]
     assert machine.file_system("/", str(tmp_path / "none")) is None
+    (tmp_path / "link").symlink_to("/data")
+    assert machine.file_system(str(tmp_path / "link" / "y"), str(mounts)) == "nfs4"
 
 
 def test_a_relative_directory_under_a_distributed_launch(
@@ -139,6 +143,14 @@ def test_a_relative_directory_under_a_distributed_launch(
     assert machine.check_directory("here") == str(tmp_path / "here")
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused("here", "absolute path")
+    assert machine.check_directory(str(tmp_path)) == str(tmp_path)
+
+
+def test_without_a_word_files_lie_where_temporary_files_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.tempfile, "tempdir", str(tmp_path))
+    assert machine.check_directory(None) == str(tmp_path)
 
 
 # --- memory of the host

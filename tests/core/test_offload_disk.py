@@ -505,6 +505,19 @@ def test_stretches_never_overlap_and_none_is_lost(steps: list[tuple[bool, int]],
     assert (extents.end, extents._free) == (0, [])
 
 
+def test_the_smallest_stretch_that_fits_is_taken_and_its_rest_stays_free() -> None:
+    extents = Extents(unit=10)
+    stretches = [extents.take(number) for number in (40, 10, 20, 10, 30, 10)]
+    for stretch in stretches[::2]:
+        assert stretch is not None
+        extents.give_back(*stretch)
+    assert extents.take(20) == (50, 20)
+    assert extents.take(15) == (80, 20)
+    assert extents.take(10) == (100, 10)
+    assert extents.take(40) == (0, 40)
+    assert extents.end == 120
+
+
 def test_stretches_have_a_limit() -> None:
     extents = Extents(limit=100, unit=10)
     first = extents.take(95)
