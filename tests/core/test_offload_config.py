@@ -1,6 +1,7 @@
 """What a user may say, and what a machine must have."""
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,11 +193,34 @@ def test_memory_is_that_of_the_control_group(
 def test_the_budget_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_of_machine", lambda: (1000, 800))
     assert machine.host_budget(None) == 400
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert machine.host_budget(None) == 400
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.host_budget(None) == 100
     assert machine.host_budget(7) == 7
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
     assert machine.host_budget(None) == 50
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert machine.host_budget(None) == 200
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 5)
+    assert machine.host_budget(None) == 80
+
+
+def test_a_system_that_does_not_tell_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's word is taken then; without one nothing is pinned."""
+    monkeypatch.setattr(
+        machine, "memory_of_machine", partial(machine.memory_of_machine, str(tmp_path / "none"))
+    )
+    assert machine.host_budget(7) == 7
+    assert machine.host_budget(None) == 0
+
+
+def test_a_system_that_tells_only_what_is_free(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree:  300 kB\n")
+    told = machine.memory_of_machine(str(tmp_path / "meminfo"), str(tmp_path))
+    assert told == (1000 * 1024, 300 * 1024)

@@ -143,6 +143,24 @@ def test_what_was_fetched_and_dropped_stays_until_its_copy_has_ended() -> None:
     assert gpu.wrong == []
 
 
+def test_what_was_fetched_for_nothing_is_free_for_work_that_comes_after_its_copy() -> None:
+    """The stream that it is of waits; the host does not."""
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
+        for _ in range(4):
+            training.forward()
+        gpu.finish()
+        training.scheduler.look()
+        num_free = len(gpu.free)
+        training.backward(-1)
+        assert len(gpu.free) == num_free - 1, "what comes next was fetched"
+        training.backward(0)
+        assert len(gpu.free) == num_free
+        gpu.finish()
+    assert gpu.wrong == []
+
+
 def test_who_settles_waits_for_the_device() -> None:
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):

@@ -96,6 +96,16 @@ def test_what_was_fetched_for_nothing_is_let_go() -> None:
     assert [n for n in places if is_here(places[n])] == [1, 2]
 
 
+def test_what_was_wanted_for_nothing_while_its_copy_was_under_way_is_let_go_at_its_end() -> None:
+    scheduler = Scheduler(FakeTarget(delay=10**6), prefetch=1, keep_last=0)
+    places = forward(scheduler, list(range(4)))
+    ask(places[3])
+    ask(places[0])
+    assert [n for n in places if is_here(places[n])] == [2, 3]
+    scheduler.settle()
+    assert [n for n in places if is_here(places[n])] == []
+
+
 def test_a_tensor_of_several_calls_leaves_once_and_stays_with_the_newest() -> None:
     target = FakeTarget()
     scheduler = Scheduler(target, prefetch=0, keep_last=1)
@@ -146,6 +156,41 @@ def test_entries_of_storages_end_with_them() -> None:
     assert len(known) == 0
     for _ in range(100):  # one of these has its address
         assert known.get(tensor(3).untyped_storage()) is None
+
+
+def test_an_entry_is_not_ended_by_a_dead_one_with_its_key() -> None:
+    known: StorageMap[int] = StorageMap()
+    keys = set()
+    for number in range(100):
+        storage = tensor(number).untyped_storage()
+        keys.add(id(storage))
+        known.put(storage, number)
+        assert known.get(storage) == number
+        del storage
+    assert len(keys) < 100, "no storage had the key of one before"
+
+
+def test_a_storage_that_an_interrupt_left_without_a_value() -> None:
+    known: StorageMap[int] = StorageMap()
+    storage = tensor(1).untyped_storage()
+    known._lifetimes.watch(storage, id(storage))
+    del storage
+    assert len(known) == 0
+
+
+def test_entries_that_are_put_again_and_cleared() -> None:
+    known: StorageMap[int] = StorageMap()
+    kept = tensor(1).untyped_storage()
+    for number in range(9):
+        known.put(kept, number)
+    assert known.get(kept) == 8
+    assert len(known._lifetimes._known) == 1
+    known.clear()
+    assert known.get(kept) is None
+    known.put(kept, 3)
+    assert known.get(kept) == 3
+    del kept
+    assert len(known) == 0
 
 
 def test_a_tensor_of_several_calls_does_not_leave_while_one_of_them_is_among_the_newest() -> None:
@@ -332,6 +377,34 @@ def test_without_room_a_tensor_stays() -> None:
     assert not any(map(is_here, places.values()))
 
 
+def test_what_finds_no_room_is_counted_once_for_all_that_a_call_saves_of_it() -> None:
+    scheduler = Scheduler(FakeTarget(room=0), prefetch=0, keep_last=1)
+    call, shared = scheduler.open_call(), tensor(1)
+    places = [scheduler.save(call, part) for part in (shared, shared[1:], shared[2:])]
+    scheduler.open_call()
+    assert scheduler.counts.no_room_bytes == 64
+    assert all(map(is_here, places))
+
+
+def test_calls_whose_graphs_were_dropped_are_passed_over() -> None:
+    scheduler = Scheduler(FakeTarget(), prefetch=2, keep_last=0)
+    places = forward(scheduler, list(range(4)))
+    del places[1]
+    places |= {4: forward(scheduler, [4])[4]}
+    ask(places[3])
+    assert [n for n in places if is_here(places[n])] == [0, 2]
+
+
+def test_forwards_beside_a_graph_that_stays_leave_nothing() -> None:
+    scheduler = Scheduler(FakeTarget(), prefetch=0, keep_last=0)
+    kept = forward(scheduler, [0])
+    for number in range(100):
+        forward(scheduler, [number])
+    assert scheduler._wave.num_calls == 101
+    assert len(scheduler._wave._calls) <= 3
+    assert ask(kept[0]) == 0
+
+
 def test_a_failed_copy_is_raised_once_and_the_tensor_stays() -> None:
     target = FakeTarget(delay=1)
     scheduler = Scheduler(target, prefetch=0, keep_last=0)
@@ -343,6 +416,21 @@ def test_a_failed_copy_is_raised_once_and_the_tensor_stays() -> None:
     assert ask(place) == 1
     target.fails = False
     assert ask(scheduler.save(scheduler.open_call(), tensor(2))) == 2
+
+
+def test_a_tensor_whose_copy_failed_leaves_with_the_next_call_that_saves_it() -> None:
+    target = FakeTarget(delay=1)
+    scheduler = Scheduler(target, prefetch=0, keep_last=0)
+    shared = tensor(1)
+    first = scheduler.save(scheduler.open_call(), shared)
+    target.fails = True
+    with pytest.raises(OSError, match="no space"):
+        scheduler.settle()
+    target.fails = False
+    second = scheduler.save(scheduler.open_call(), shared)
+    scheduler.settle()
+    assert not is_here(second)
+    assert [ask(second), ask(first)] == [1, 1]
 
 
 def test_copies_that_fail_together_are_one_error() -> None:

@@ -107,13 +107,14 @@ class Leaving:
 
     def _end(self, slot: Slot | None) -> OSError | None:
         """Wait for a copy out; returns why it failed."""
-        if slot is None or slot.parcel is None:
+        if slot is None:
             return None
+        assert slot.parcel is not None  # its copy began
         start = time.perf_counter()
         try:
             slot.parcel.finish()
         except OSError as error:
-            slot.parcel = None  # the tensor is still here
+            slot.parcel = None  # the tensor is still here, and may leave with a later call
             return error
         finally:
             self._counts.seconds_waited += time.perf_counter() - start
@@ -124,4 +125,7 @@ class Leaving:
 
 
 def _has_ended(slot: Slot | None) -> bool:
-    return slot is None or slot.parcel is None or slot.parcel.has_ended()
+    if slot is None:
+        return True
+    assert slot.parcel is not None  # its copy began
+    return slot.parcel.has_ended()

@@ -112,8 +112,7 @@ def local_ranks() -> int:
     """How many processes of this run share this node's memory."""
     if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun says it
         return max(int(os.environ["LOCAL_WORLD_SIZE"]), 1)
-    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
-    return min(_world_size(), max(num_devices, 1))
+    return min(_world_size(), max(torch.accelerator.device_count(), 1))
 
 
 def _world_size() -> int:

@@ -81,13 +81,13 @@ class Wave:
 
     def add(self, call: Call) -> None:
         """The next call."""
-        self._forget_the_dead()
+        for position in self._lifetimes.ended():
+            self._calls.pop(position, None)
         self._lifetimes.watch(call, call.position)
         self._calls[call.position] = weakref.ref(call)
         self.num_calls += 1
 
     def live_calls(self) -> list[Call]:
-        self._forget_the_dead()
         return [call for reference in self._calls.values() if (call := reference()) is not None]
 
     def is_over(self) -> bool:
@@ -104,10 +104,6 @@ class Wave:
     def _call_at(self, position: int) -> Call | None:
         reference = self._calls.get(position)
         return None if reference is None else reference()
-
-    def _forget_the_dead(self) -> None:
-        for position in self._lifetimes.ended():
-            self._calls.pop(position, None)
 
 
 class Place(NamedTuple):
