@@ -228,6 +228,31 @@ def test_the_file_is_made_where_nobody_else_may_look(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_threads_that_come_first_together_have_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = disk._open_nameless
+
+    def slow(directory: str) -> int:
+        time.sleep(0.05)
+        made.append(make(directory))
+        return made[-1]
+
+    monkeypatch.setattr(disk, "_open_nameless", slow)
+    file = NamelessFile(str(tmp_path))
+    threads = [threading.Thread(target=file.write, args=(memoryview(b"x"), n)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(made) == 1
+    back = bytearray(4)
+    file.read(memoryview(back), 0)
+    assert back == b"xxxx"
+    file.close()
+
+
 def test_file_and_thread_end_with_the_handle(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     model = Stack(MlpBlock, 4)

@@ -1,9 +1,11 @@
 """The scheduler alone, with a place that records what it is told."""
 
+import itertools
 import threading
 import time
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -362,6 +364,20 @@ def test_bytes_under_way_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [n for n, place in enumerate(places) if is_here(place)] == [4, 5, 6]
     places.append(scheduler.save(call, tensor(7, num_bytes=1024)))  # the newest may be larger
     assert [n for n, place in enumerate(places) if is_here(place)] == [5, 6, 7]
+    places.append(scheduler.save(call, tensor(8)))
+    assert [n for n, place in enumerate(places) if is_here(place)] == [8]
+
+
+def test_time_that_the_compute_waits_for_a_copy_out_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = itertools.count()
+    monkeypatch.setattr(leaving, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    scheduler = Scheduler(FakeTarget(delay=9), prefetch=0, keep_last=0)
+    places = forward(scheduler, [1, 2])
+    scheduler.settle()
+    assert scheduler.counts.seconds_waited == 2
+    assert not any(map(is_here, places.values()))
 
 
 def test_without_room_a_tensor_stays() -> None:
