@@ -13,6 +13,7 @@ from lightning_ckpt.core.offload import pool as pools
 from lightning_ckpt.core.offload.host import HostTarget
 from lightning_ckpt.core.offload.pool import PinnedPool
 from lightning_ckpt.core.offload.schedule import Scheduler
+from lightning_ckpt.core.offload.targets import as_bytes
 
 CPU = torch.device("cpu")
 
@@ -157,6 +158,40 @@ def test_what_was_fetched_for_nothing_is_free_for_work_that_comes_after_its_copy
         assert len(gpu.free) == num_free - 1, "what comes next was fetched"
         training.backward(0)
         assert len(gpu.free) == num_free
+        gpu.finish()
+    assert gpu.wrong == []
+
+
+def test_what_is_used_on_another_stream_than_it_was_fetched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator is told of that stream, and both wait for the copy: here the bytes are asked
+    for on the one, and then on the other."""
+    told: list[tuple[torch.Tensor, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: told.append(args))
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
+        tensor, call = gpu.allocate(NUM_BYTES), training.scheduler.open_call()
+        tensor.fill_(7)
+        places = [training.scheduler.save(call, tensor) for _ in range(2)]
+        del tensor
+        training.forward()
+        gpu.finish()
+        training.scheduler.look()
+        training.backward(-1)
+        assert training.scheduler.counts.num_ahead == 1
+        other, home = FakeStream(gpu), gpu.current
+        storages = []
+        for stream, place in zip((other, home), places, strict=True):
+            with stream:
+                storages.append(training.scheduler.use(place))
+                memory = gpu.raw(as_bytes(storages[-1]))
+                stream.add(lambda memory=memory: gpu.look(memory, 7))
+        assert [stream for _, stream in told] == [other]
+        for stream in (other, home):
+            while stream.step():
+                pass
         gpu.finish()
     assert gpu.wrong == []
 
