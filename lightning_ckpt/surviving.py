@@ -82,7 +82,7 @@ class Surviving(Callback):
 
     def _run(self, trainer: "pl.Trainer", closure: Closure, *args: Any, **kwargs: Any) -> Any:
         module, before = trainer.lightning_module, self._plan
-        state = StateBefore(module, closure.given, [trainer])
+        state = StateBefore(module, closure.given, [trainer], _taking_part(trainer))
         optimized = (
             p for o in trainer.optimizers for group in o.param_groups for p in group["params"]
         )
@@ -116,6 +116,21 @@ class Surviving(Callback):
     def _plan(self) -> Plan:
         handle = self._handle()
         return Plan(()) if handle is None else handle.plan
+
+
+def _taking_part(trainer: "pl.Trainer") -> list[Callback]:
+    """Callbacks that Lightning calls within a closure. Those of this package know of tries."""
+    hooks = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [
+        callback
+        for callback in callbacks
+        if not type(callback).__module__.startswith("lightning_ckpt.")
+        and any(
+            hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+            for hook in hooks
+        )
+    ]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

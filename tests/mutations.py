@@ -486,6 +486,20 @@ MUTATIONS = [
         (UNDO, REPEAT),
     ),
     Mutation(
+        "iterators cannot be turned back",
+        f"{CORE}/undo.py",
+        "            self._iterator = value",
+        "            pass",
+        (UNDO,),
+    ),
+    Mutation(
+        "callbacks take part in a batch",
+        "lightning_ckpt/surviving.py",
+        "[trainer], _taking_part(trainer))",
+        "[trainer])",
+        (SURVIVING,),
+    ),
+    Mutation(
         "a batch is looked into",
         f"{CORE}/undo.py",
         "self._look(given, _DEPTH)",

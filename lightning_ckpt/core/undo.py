@@ -9,6 +9,7 @@ of a batch is.
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator
+from io import IOBase
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -52,24 +53,33 @@ class StateBefore:
         model: its modules, their buffers, attributes, and containers in these.
         given: objects that are looked into: a batch, what collects results.
         strangers: objects that are not (the trainer).
+        others: objects that take part in the try, whose attributes change like the model's.
     """
 
     def __init__(
-        self, model: nn.Module, given: Iterable[Any] = (), strangers: Iterable[Any] = ()
+        self,
+        model: nn.Module,
+        given: Iterable[Any] = (),
+        strangers: Iterable[Any] = (),
+        others: Iterable[Any] = (),
     ) -> None:
         self._model = model
         self._contents: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._tensors: list[_Seen] = []
         self._lazy: list[Tensor] = []
+        self._iterator: Any = None  # one of those met: it cannot be turned back, nor asked
         self._known: dict[int, Any] = {id(stranger): stranger for stranger in strangers}
         streams = [*generators_in(()), *torch_generators()]
         self._streams = [(stream, get_state(stream)) for stream in streams]
-        self._look([model], 0)
+        self._look([model, *map(vars, others)], 0)
         self._look(given, _DEPTH)
 
     def obstacle(self) -> str | None:
         """What has moved and cannot be put back, in words; None if all can."""
+        if self._iterator is not None:
+            kind = type(self._iterator).__name__
+            return f"a {kind} in the batch or in an attribute may have moved on"
         for tensor in self._lazy:
             if not is_lazy(tensor):
                 return f"{self._name(tensor)} was made"
@@ -139,6 +149,8 @@ class StateBefore:
                 self._arrays.append((value, value.copy()))
         elif is_generator(type(value)):  # type: ignore[arg-type]
             self._streams.append((value, get_state(value)))
+        elif isinstance(value, Iterator) and not isinstance(value, IOBase):
+            self._iterator = value
         elif isinstance(value, UserDict) or (depth > 0 and _is_opened(value)):
             return self._attributes(value)
         return ()

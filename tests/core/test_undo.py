@@ -274,3 +274,43 @@ def test_a_look_is_cheap() -> None:
         StateBefore(model)
         times.append(time.process_time() - begin)
     assert min(times) < 0.05
+
+
+class Counting:
+    """Takes part in a step, and is no module."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.norms: list[float] = []
+        self.average = nn.Linear(2, 2)
+
+
+def test_others_that_take_part_are_put_back_too() -> None:
+    other = Counting()
+    norms = other.norms
+    state = StateBefore(Model(), others=[other])
+    other.count += 1
+    other.norms.append(1.0)
+    assert state.obstacle() is None
+    state.restore()
+    assert (other.count, other.norms) == (0, [])
+    assert other.norms is norms
+    with torch.no_grad():
+        other.average.weight.add_(1)
+    assert "was changed in place" in str(state.obstacle())
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_an_iterator_cannot_be_turned_back(in_batch: bool) -> None:
+    model = Model()
+    numbers = (number for number in range(3))
+    if not in_batch:
+        model.numbers = numbers
+    state = StateBefore(model, [{"numbers": numbers}] if in_batch else [])
+    assert "a generator in the batch or in an attribute" in str(state.obstacle())
+
+
+def test_a_file_is_no_iterator(tmp_path: Any) -> None:
+    model = Model()
+    with (tmp_path / "log").open("w") as model.file:
+        assert StateBefore(model).obstacle() is None

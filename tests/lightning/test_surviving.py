@@ -22,7 +22,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_helpers import Lit, assert_plain, leftovers, loader, trainer_of
-from oom_helpers import Bomb, Limit, bits
+from oom_helpers import MESSAGE, Bomb, Limit, bits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -520,6 +520,59 @@ def test_the_batch_size_finder_gets_the_error_itself(
     assert finder.optimal_batch_size == 8
     assert model.tried.count(16) == 1, "no repeat"
     assert owner.num_oom == 0
+
+
+class Averaging(Callback):
+    """Keeps something outside of the module, in the hooks that Lightning calls within a closure."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(("zero_grad", "before", "after"), 0)
+        self.norms: list[Tensor] = []
+        self.average = torch.zeros(())
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.counts["zero_grad"] += 1
+        self.average.lerp_(next(pl_module.parameters()).detach().sum(), 0.1)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.counts["before"] += 1
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.counts["after"] += 1
+        self.norms.append(next(pl_module.parameters()).grad.norm())
+
+
+class LateError(Averaging):
+    """Memory runs out after the hooks of the others, once."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == 1 and not getattr(trainer, "has_failed", False):
+            trainer.has_failed = True
+            raise torch.OutOfMemoryError(MESSAGE)
+
+
+def test_callbacks_that_take_part_are_put_back(plain: Any) -> None:
+    without, met = Averaging(), Averaging()
+    train(callbacks=[without])
+    (_, _, plan), left = train(callbacks=[met, LateError()])
+    assert plan.num_oom == 1
+    assert_same(left, plain)
+    for name in ("counts", "norms", "average"):
+        assert_same(getattr(met, name), getattr(without, name))
+
+
+def test_a_callback_that_moves_parameters_cannot_be_repeated() -> None:
+    class MovingLate(Averaging):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.model = nn.Linear(2, 2)
+
+        def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            with torch.no_grad():
+                self.model.weight.add_(1)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train(callbacks=[MovingLate(), LateError()], accumulate_grad_batches=1)
+    assert "cannot be repeated" in str(getattr(caught.value, "__notes__", caught.value))
 
 
 # --- refusals
