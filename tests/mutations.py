@@ -486,6 +486,20 @@ MUTATIONS = [
         (UNDO, REPEAT),
     ),
     Mutation(
+        "beyond what was measured only where it is exact",
+        f"{CORE}/fitted.py",
+        "    if is_beyond and",
+        "    if False and",
+        (FITTED,),
+    ),
+    Mutation(
+        "larger by more than an eighth",
+        f"{CORE}/by_size.py",
+        "_REACH = 1.125",
+        "_REACH = 9.0",
+        (BY_SIZE,),
+    ),
+    Mutation(
         "iterators cannot be turned back",
         f"{CORE}/undo.py",
         "            self._iterator = value",

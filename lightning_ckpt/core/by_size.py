@@ -20,6 +20,7 @@ from lightning_ckpt.core.weighing import choices_with
 _MOST_SIZES = 48  # measured, of one structure; then a larger one's plan must do
 _MOST_PLANS = 4096
 _BUCKETS = 32  # in the longest side: sizes that differ by less than one may share a plan
+_REACH = 1.125  # a side may be this much longer than all that were measured, if the fit is exact
 _STEP_DOWN = 0.9  # of the budget, when memory runs out all the same
 _NEAR = 1.5  # sides of a measured size that stands for a smaller one, where no fit is possible
 
@@ -148,8 +149,10 @@ class PlansBySize:
         own = rows.get(size)
         if own is not None and own.is_settled:
             return self._of(own)
-        if not rows or _is_record(size, rows):
+        if not rows:
             return None
+        if _is_record(size, rows):
+            return self._near(size, rows, _REACH) or self._fitted(size, rows, _REACH)
         if found := self._near(size, rows) or self._fitted(size, rows):
             return found
         if own is not None:
@@ -175,10 +178,10 @@ class PlansBySize:
         plan = Plan(entries, notes=self._notes)
         return Planned(size, plan, is_free=False)
 
-    def _near(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
+    def _near(self, size: Size, rows: dict[Size, _Row], reach: float = 1.0) -> Planned | None:
         """What was planned for a size that is larger by less than a bucket, or by more where that
         plan computes nothing again."""
-        top = _top(size, rows)
+        top = _top(size, rows, reach)
         near = (
             planned
             for planned in self._planned.get(size.structure, ())
@@ -186,14 +189,14 @@ class PlansBySize:
         )
         return next(near, None)
 
-    def _fitted(self, size: Size, rows: dict[Size, _Row]) -> Planned | None:
+    def _fitted(self, size: Size, rows: dict[Size, _Row], reach: float = 1.0) -> Planned | None:
         """A plan for the top of the size's bucket, or else for the size itself."""
         settled = [row for row in rows.values() if row.is_settled]
         if any(len(row.steps) > 1 for row in settled):
             return None
         sizes, steps = [row.size for row in settled], [row.steps[0] for row in settled]
-        for wanted in dict.fromkeys((_top(size, rows), size)):
-            step = fitted(sizes, steps, wanted)
+        for wanted in dict.fromkeys((_top(size, rows, reach), size)):
+            step = fitted(sizes, steps, wanted, reach=reach)
             if step is None:
                 continue
             try:
@@ -257,10 +260,12 @@ def _is_record(size: Size, rows: dict[Size, _Row]) -> bool:
     )
 
 
-def _top(size: Size, rows: dict[Size, _Row]) -> Size:
+def _top(size: Size, rows: dict[Size, _Row], reach: float) -> Size:
     """The largest size that may have the same plan: each side that varies longer by a bucket."""
     sides = [
-        side if min(known) == max(known) else min(side + max(known) // _BUCKETS, max(known))
+        side
+        if min(known) == max(known)
+        else max(side, min(side + max(known) // _BUCKETS, int(reach * max(known))))
         for side, *known in zip(size.dims, *(other.dims for other in rows), strict=True)
     ]
     return size._replace(dims=tuple(sides))

@@ -22,13 +22,20 @@ _SPARE = 3  # measured sizes beyond those that a fit needs, where it is not exac
 _SAFETY = 2.0  # times the largest residual
 
 
-def fitted(sizes: Sequence[Size], steps: Sequence[Measurement], size: Size) -> Measurement | None:
+_EXACT = 1e-3  # residuals beside the largest number, beyond the range that was measured
+
+
+def fitted(
+    sizes: Sequence[Size], steps: Sequence[Measurement], size: Size, *, reach: float = 1.0
+) -> Measurement | None:
     """The step of a batch of this size, in bytes rather too large than too small.
 
     Args:
         sizes: those that were measured, all of one structure.
         steps: what was measured, as `canonical` gives it.
         size: within the range of those; below it, it is taken as large as the smallest.
+        reach: how many times as large as the largest it may be, in each side, where the fit is all
+            but exact.
 
     Returns:
         The step, with the seconds of the nearest measured size, since they need only rank the
@@ -39,7 +46,7 @@ def fitted(sizes: Sequence[Size], steps: Sequence[Measurement], size: Size) -> M
         return None
     sides = np.array([each.dims for each in sizes]).reshape(len(sizes), -1)
     low, high, own = sides.min(axis=0), sides.max(axis=0), np.array(size.dims, int)
-    if (own > high).any() or (own < low / 2).any():
+    if (own > reach * high).any() or (own < low / 2).any():
         return None
     lifted = size._replace(dims=tuple(np.maximum(own, low).tolist()))
     table = features([*sizes, lifted])
@@ -49,7 +56,8 @@ def fitted(sizes: Sequence[Size], steps: Sequence[Measurement], size: Size) -> M
     if not is_spanned or np.abs(weights).sum() > _MOST_WEIGHT or len(sizes) <= rank:
         return None
     nearest = min(range(len(sizes)), key=lambda i: abs(sizes[i].num_elements - size.num_elements))
-    return _weighted(steps, rows, weights, len(sizes) - int(rank), nearest)
+    is_beyond = bool((own > high).any())
+    return _weighted(steps, rows, weights, len(sizes) - int(rank), nearest, is_beyond)
 
 
 def _weighted(
@@ -58,6 +66,7 @@ def _weighted(
     weights: NDArray[np.float64],
     spare: int,
     nearest: int,
+    is_beyond: bool,
 ) -> Measurement | None:
     leaves: list[Sequence[Any]] = []
     try:
@@ -72,6 +81,8 @@ def _weighted(
     residuals[residuals < np.maximum(0.5, 1e-10 * np.abs(values).max(axis=0))] = 0
     is_bytes = [isinstance(same[0], int) for same in leaves]
     if residuals[is_bytes].any() and spare < _SPARE:
+        return None
+    if is_beyond and (residuals[is_bytes] > _EXACT * values[:, is_bytes].max()).any():
         return None
     margins = _SAFETY * np.abs(weights).sum() * residuals
     numbers = iter(np.ceil(np.maximum(0, weights @ values + margins) - 0.01).astype(np.int64))

@@ -346,3 +346,21 @@ def test_below_a_lowered_budget_a_larger_batch_is_recomputed_and_no_error() -> N
     chosen = run.plans.choose(larger)
     assert chosen is not None
     assert chosen.num_recomputed == len(chosen)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_lengths_that_grow_are_not_all_measured(step: int) -> None:
+    lengths = range(4, 4 + 100 * step, step)
+    run = Run(of_rows_and_length, middle(of_rows_and_length, size(4, lengths[-1])))
+    for length in lengths:
+        run.step(size(4, length))
+    assert max(run.peaks) <= run.plans.budget
+    assert sum(run.is_measured) <= 40
+    assert sum(run.is_measured[50:]) <= 8, "those that are longer by an eighth"
+
+
+def test_far_beyond_what_was_measured_is_measured() -> None:
+    run = Run(of_rows_and_length, 10**12)
+    for length in (10, 20, 30, 40, 50, 60, 67, 68):
+        run.step(size(4, length))
+    assert run.is_measured == [True] * 6 + [False, True]

@@ -228,3 +228,18 @@ def test_rows_and_lengths_that_the_measured_ones_do_not_tell() -> None:
     sizes, steps = [size(*each) for each in measured], [attention(*each) for each in measured]
     assert fitted(sizes, steps, size(4, 30)) is not None
     assert fitted(sizes, steps, size(6, 30)) is None
+
+
+def test_beyond_the_range_only_where_it_is_exact() -> None:
+    rng = random.Random(0)
+    lengths = [10, 20, 30, 40, 50, 60, 70, 80]
+    sizes = [size(4, length) for length in lengths]
+    exact = [attention(4, length) for length in lengths]
+    noisy = [attention(4, length, lambda: rng.uniform(1, 1.1)) for length in lengths]
+    assert fitted(sizes, exact, size(4, 84)) is None
+    found = fitted(sizes, exact, size(4, 84), reach=1.1)
+    assert found is not None
+    assert without_seconds(found) == without_seconds(attention(4, 84))
+    assert fitted(sizes, exact, size(4, 89), reach=1.1) is None
+    assert fitted(sizes, noisy, size(4, 79)) is not None
+    assert fitted(sizes, noisy, size(4, 84), reach=1.1) is None
