@@ -1,12 +1,6 @@
-"""Live tensor bytes in host memory, followed operation by operation.
-
-What dies is noted by a weak reference whose callback is written in C: Python drops an exception in
-one that is written in Python, and so the KeyboardInterrupt of a Ctrl-C. The note is read before
-anything else is counted in and before a figure is given, so no figure is another one by that.
-"""
+"""Live tensor bytes in host memory, followed operation by operation."""
 
 import weakref
-from collections import deque
 from collections.abc import Iterable
 from time import time_ns
 from typing import Any
@@ -39,7 +33,6 @@ class LiveBytes(PeakTracker):
 
     def reset_peak(self, *holders: Any) -> None:
         self._mode.count(holders)
-        self._mode.take_out_the_dead()
         self._mode.peak = self._mode.live
 
     def backdate(self) -> None:
@@ -59,24 +52,16 @@ class LiveBytes(PeakTracker):
 
     @property
     def current_bytes(self) -> int:
-        self._mode.take_out_the_dead()
         return self._mode.live
 
     def record(self) -> list[Event]:
         """Keep what comes and goes from here on, in the list that is returned, which begins with
-        what is live now. It has all that happened so far after `catch_up`, and when it has ended.
-        """
-        self._mode.take_out_the_dead()
+        what is live now."""
         self._mode.events = self._mode.live_events()
         return self._mode.events
 
-    def catch_up(self) -> None:
-        """Take into the record what died since the last operation."""
-        self._mode.take_out_the_dead()
-
     def end_record(self) -> None:
         """Keep no more events."""
-        self._mode.take_out_the_dead()
         self._mode.events = None
 
     def name(self, kind: str, tensor: Tensor) -> None:
@@ -109,14 +94,11 @@ class _CountingMode(StackedMode):
         self.events: list[Event] | None = None
         # By `id`, which is stable: torch keeps the Python object as long as the storage lives.
         self._counted: dict[int, _Counted] = {}
-        self._dead: deque[_Counted] = deque()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # DTensor and the like go first, and come back here with operations on plain tensors.
         if types and any(map(wraps_tensors, types)):
             return NotImplemented
-        if self._dead:
-            self.take_out_the_dead()  # now, since events have times
         result = func(*args, **kwargs) if kwargs else func(*args)
         if self.on and func not in _VIEWS:
             # Arguments too: what nothing named and nothing made in here is met as an argument.
@@ -135,7 +117,6 @@ class _CountingMode(StackedMode):
 
     def forget(self) -> None:
         self._counted.clear()  # a dead weak reference does not call back
-        self._dead.clear()
 
     def _see_all(self, values: Iterable[Any], *, is_met: bool = False) -> None:
         for value in values:
@@ -150,8 +131,6 @@ class _CountingMode(StackedMode):
         except RuntimeError:  # sparse: its parts have storages; opaque layouts: unknown
             self._see_all(parts_of(tensor), is_met=is_met)
             return
-        if self._dead:
-            self.take_out_the_dead()  # before a birth; and one may have had the `id` of this one
         num_bytes = storage.nbytes()
         known = self._counted.get(id(storage))
         if known is not None and known.num_bytes == num_bytes:
@@ -159,7 +138,7 @@ class _CountingMode(StackedMode):
         if known is None:
             if storage.device.type not in self.storage_devices:
                 return
-            known = self._counted[id(storage)] = _Counted(storage, self._dead.append)
+            known = self._counted[id(storage)] = _Counted(storage, self._died)
             known.key, known.kind, known.num_bytes = id(storage), None, 0
             if is_met and self.is_backdating:
                 self.met += num_bytes
@@ -174,9 +153,8 @@ class _CountingMode(StackedMode):
         now = time_ns()
         return [(counted, counted.num_bytes, now) for counted in self._counted.values()]
 
-    def take_out_the_dead(self) -> None:
-        while self._dead:
-            dead = self._dead.popleft()
+    def _died(self, dead: _Counted) -> None:
+        if self._counted.get(dead.key) is dead:  # not forgotten meanwhile
             del self._counted[dead.key]
             self._change(dead, -dead.num_bytes)
 

@@ -133,12 +133,12 @@ class LiveSteps(StepSource):
         self._live.resume()
 
     def forward_ended(self) -> None:
-        self._marks.forward_ends.append(self._num_recorded())
+        self._marks.forward_ends.append(len(self._recorded))
 
     def backward_ended(self) -> None:
         for gradient in gradients_of(self._model.parameters()):
             self._live.name("gradients", gradient)
-        self._marks.backward_ends.append(self._num_recorded())
+        self._marks.backward_ends.append(len(self._recorded))
 
     def end(self) -> None:
         self._live.pause()
@@ -158,11 +158,6 @@ class LiveSteps(StepSource):
     @property
     def current_bytes(self) -> int:
         return self._live.current_bytes
-
-    def _num_recorded(self) -> int:
-        """How many events there were so far."""
-        self._live.catch_up()
-        return len(self._recorded)
 
     def _name_all(self) -> None:
         for kind, tensor in tensors_by_kind(self._model, self._optimizers):

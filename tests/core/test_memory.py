@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import torch
 from pretended import Counters
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -301,87 +300,6 @@ def test_equal_steps_give_equal_figures() -> None:
             optimizer.step()
         figures.append((tracker.peak_bytes, tracker.current_bytes))
     assert figures[1] == figures[2] == figures[3]
-
-
-# --- what dies
-
-
-def test_no_code_runs_where_a_tensor_dies() -> None:
-    """Python would drop a Ctrl-C that comes in it."""
-    calls: list[str] = []
-    with track_peak() as tracker:
-        x = kib(4)
-        sys.setprofile(lambda frame, event, _: calls.append(f"{event} {frame.f_code.co_name}"))
-        del x
-        sys.setprofile(None)
-        assert [call for call in calls if call.startswith("call")] == []
-        assert tracker.current_bytes == 0
-
-
-def test_what_died_is_out_before_anything_comes_in() -> None:
-    """Whoever comes next may get the `id` of the dead, and its size."""
-    with track_peak() as tracker:
-        for _ in range(200):
-            x = kib(4)
-            del x
-            y = kib(4)
-            assert tracker.peak_bytes == 4 * KIB
-            assert tracker.current_bytes == 4 * KIB
-            del y
-
-
-def test_what_died_in_the_middle_of_an_operation_is_out_before_its_result_comes_in() -> None:
-    """An operation of ours in Python may let go of something."""
-    held = []
-
-    class Letting(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            held.clear()
-            return func(*args, **(kwargs or {}))
-
-    with track_peak() as tracker:
-        held.append(kib(4))
-        with Letting():
-            x = kib(3)
-        assert tracker.peak_bytes == 4 * KIB
-    assert x.nbytes == 3 * KIB
-
-
-def test_a_reset_and_a_record_begin_without_what_died() -> None:
-    tracker = LiveBytes()
-    tracker.resume()
-    x = kib(4)
-    del x
-    tracker.reset_peak()
-    assert tracker.peak_bytes == 0
-    x = kib(4)
-    del x
-    events = tracker.record()
-    assert events == []
-    x = kib(2)
-    del x
-    tracker.catch_up()
-    assert [num_bytes for _, num_bytes, _ in events] == [2 * KIB, -2 * KIB]
-    x = kib(1)
-    del x
-    tracker.end_record()
-    assert [num_bytes for _, num_bytes, _ in events[2:]] == [KIB, -KIB]
-    tracker.stop()
-
-
-def test_who_stops_forgets_what_died() -> None:
-    tracker = LiveBytes()
-    tracker.resume()
-    x = kib(4)
-    del x
-    tracker.stop()
-    live = tracker.current_bytes
-    tracker.resume()
-    y = kib(1)
-    assert tracker.current_bytes == live + y.nbytes
-    tracker.stop()
 
 
 # --- pause, reset, stop
