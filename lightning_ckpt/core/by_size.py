@@ -152,7 +152,8 @@ class PlansBySize:
         if not rows:
             return None
         if _is_record(size, rows):
-            return self._near(size, rows, _REACH) or self._fitted(size, rows, _REACH)
+            found = self._near(size, rows, _REACH) or self._fitted(size, rows, _REACH)
+            return found or (self._above(size, rows) if len(rows) >= _MOST_SIZES else None)
         if found := self._near(size, rows) or self._fitted(size, rows):
             return found
         if own is not None:

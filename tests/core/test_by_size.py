@@ -271,6 +271,18 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(run.peaks) <= run.plans.budget
 
 
+def test_records_without_end_are_not_measured_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no fit is possible each longer batch is a record: then every block is recomputed."""
+    monkeypatch.setattr(by_size, "_MOST_SIZES", 6)
+    run = Run(Skipping(), middle(of_rows_and_length, size(4, 4000), 0.01))
+    for length in range(40, 2040, 50):
+        run.step(size(4, length))
+    assert len(run.measured) == 6
+    assert run.lost[-1] == 1
+
+
 def test_too_small_a_budget_names_the_batch() -> None:
     step = attention(4, 100)
     plans = PlansBySize(predict(attention(4, 50), ["recompute"] * 4).peak + 1)
