@@ -628,7 +628,7 @@ MUTATIONS = [
     Mutation(
         "sizes larger than all are measured",
         f"{CORE}/fitted.py",
-        "(own > high).any() or ",
+        "(own > reach * high).any() or ",
         "",
         (FITTED,),
     ),
