@@ -153,7 +153,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
 
 
 TRAIN = """
-import sys, tempfile, torch
+import signal, sys, tempfile, torch
 from torch import nn
 from lightning_ckpt import apply_partial_checkpoint
 from lightning_ckpt.core.apply import Handle
@@ -162,6 +162,8 @@ model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in r
 config = OffloadConfig("disk", directory=sys.argv[1], min_bytes=0, keep_last=0)
 names = [str(i) for i in range(4)]
 if sys.argv[2] == "interrupt":
+    # What a shell started in the background ignores it, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Blocks are kept: torch's own checkpoint drops a Ctrl-C now and then, by a weak reference's
     # callback that is written in Python.
     tempfile.tempdir = sys.argv[1]
@@ -190,6 +192,13 @@ def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    try:
+        _end_it(process, tmp_path, end)
+    finally:
+        process.kill()  # a test that failed must not leave it running
+
+
+def _end_it(process: subprocess.Popen[str], tmp_path: Path, end: str) -> None:
     assert process.stdout is not None
     running = process.stdout.readline()
     assert running.startswith("running")
