@@ -357,6 +357,15 @@ def worker() -> Worker:
     return Worker(lambda: None)
 
 
+def test_a_fork_while_the_thread_looks_at_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the lock for a moment, and never lets go of it in the child."""
+    job = Job(lambda: None)
+    job.run()
+    job._lock.acquire()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    job.wait()
+
+
 def test_a_job_is_done_once(worker: Worker) -> None:
     done: list[int] = []
     jobs = [Job(lambda index=index: done.append(index)) for index in range(200)]  # type: ignore[misc]

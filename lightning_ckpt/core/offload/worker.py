@@ -30,6 +30,8 @@ class Job:
         Raises:
             RuntimeError: this process was forked while the other one did it.
         """
+        if self._is_done:  # whoever holds the lock only looks, as the thread may at a fork
+            return
         if self._process != os.getpid() and self._lock.locked():
             raise RuntimeError("the thread that copies offloaded tensors has ended in a copy: fork")
         with self._lock:
