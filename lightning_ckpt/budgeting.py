@@ -1,17 +1,17 @@
 """A budget in a fit: some batches are measured, each other gets the fastest plan for its size."""
 
-import inspect
 from collections import Counter
 from itertools import chain
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from lightning_ckpt.attached import Attached
 from lightning_ckpt.core.apply import Handle
 from lightning_ckpt.core.by_size import PlansBySize
+from lightning_ckpt.core.loss import takes_dataloader_iter
 from lightning_ckpt.core.memory import find_compiled
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.plan import Plan
@@ -34,7 +34,7 @@ class Owner(Protocol):
         """Print the plan in force, and give it to the loggers."""
 
 
-class BudgetedBatches(Callback):
+class BudgetedBatches(Attached):
     """Before each batch of a fit it puts the fastest plan within the budget in force, for the size
     of that batch, or lets it be measured. The adapters add it to the trainer's callbacks.
 
@@ -59,7 +59,6 @@ class BudgetedBatches(Callback):
         self._budget = budget
         self._offload = offload
         self._probe = None if offload is None else LinkProbe(offload)
-        self._callbacks: list[Callback] = []
         self._one_plan_since = ""  # why there is one plan for all sizes, if there is
         self.forget()
 
@@ -94,18 +93,16 @@ class BudgetedBatches(Callback):
         self._budget = self._plans.budget  # for other blocks, too
         return plan
 
+    @override
     def attach(self, trainer: "pl.Trainer") -> None:
-        """Become one of the trainer's callbacks."""
         reasons = gathered(trainer, _why_one_plan(trainer.lightning_module))
         self._one_plan_since = next(filter(None, reasons), "")
-        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._callbacks.append(self)
+        super().attach(trainer)
 
+    @override
     def detach(self) -> None:
-        """Stop, and leave the trainer's callbacks as they were."""
         self._stop()
-        if self in self._callbacks:
-            self._callbacks.remove(self)
+        super().detach()
 
     @override
     def on_train_batch_start(
@@ -236,7 +233,7 @@ def _why_one_plan(module: "pl.LightningModule") -> str:
     """Why a plan cannot go by the batch, empty if it can."""
     if compiled := find_compiled(module):
         return f"{compiled} is compiled, and would be compiled anew for another plan"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+    if takes_dataloader_iter(module):
         return "training_step takes a dataloader_iter, so a batch is not known before its step"
     return ""
 

@@ -94,13 +94,18 @@ class FitPlan:
         if self.plan is not None:
             self.handle = apply_plan_quietly(module, self.plan)
         else:
-            later = weighed(self.offload) if self.budget is not None else None
+            later = self._weighed
             offload = self.offload if later is None else False  # not while steps are measured
             self.handle = apply_quietly(module, self.every_n, offload, self.layers, later)
         if self._batches is not None:
             self._batches.forget()  # other blocks: measure again
         self._is_watched = False
         return True
+
+    @property
+    def _weighed(self) -> OffloadConfig | None:
+        """What the plans for a budget may offload; None: nothing, or there is no budget."""
+        return None if self.budget is None else weighed(self.offload)
 
     def _find(self, module: "pl.LightningModule") -> list[nn.Module]:
         if self.plan is None:
@@ -144,7 +149,7 @@ class FitPlan:
             raise ValueError(
                 f"budget={self.budget!r} needs a measured step: {error}; or use every_n= or plan="
             ) from error
-        self._batches = BudgetedBatches(self, self.budget, budget, weighed(self.offload))
+        self._batches = BudgetedBatches(self, self.budget, budget, self._weighed)
         self._batches.attach(trainer)
 
     def put(self, plan: Plan) -> None:
@@ -181,7 +186,7 @@ class FitPlan:
             self.put(plan)
             return
         self.take_back()  # what an offload was about when memory ran out is over
-        config = read_offload(self.offload) if self.budget is None else weighed(self.offload)
+        config = self._weighed or read_offload(self.offload)
         self.handle = apply_plan_quietly(module, plan, config)
         self._is_watched = False
 

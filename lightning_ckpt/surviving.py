@@ -14,11 +14,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import is_oom_error
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
 from lightning_ckpt._lightning import Closure, around_closures
+from lightning_ckpt.attached import Attached
 from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.loss import takes_dataloader_iter
 from lightning_ckpt.core.plan import Plan
 from lightning_ckpt.core.repeat import Retry, repeat
 from lightning_ckpt.core.sums import GradientSums
@@ -29,7 +30,7 @@ Tighter = Callable[[bool], Plan | None]
 Follow = Callable[["pl.LightningModule", Plan], None]
 
 
-class Surviving(Callback):
+class Surviving(Attached):
     """Repeats batches. The adapters add it to the trainer's callbacks for one fit; a tuner (batch
     size, learning rate) takes these away while it runs, and then sees each error itself.
 
@@ -46,11 +47,11 @@ class Surviving(Callback):
         self._handle = handle
         self._tighter = tighter
         self._follow = follow
-        self._callbacks: list[Callback] = []
         self._undo: Callable[[], None] | None = None
         self._sums: GradientSums | None = None
         self._has_tightened = False
 
+    @override
     def attach(self, trainer: "pl.Trainer") -> None:
         """Stand around each batch from now on.
 
@@ -58,8 +59,7 @@ class Surviving(Callback):
             MisconfigurationException: batches of this trainer cannot be repeated.
         """
         refuse_unrepeatable(trainer)
-        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._callbacks.append(self)
+        super().attach(trainer)
 
         def around(closure: Closure, *args: Any, **kwargs: Any) -> Any:
             if self not in trainer.callbacks:  # type: ignore[attr-defined]
@@ -68,13 +68,12 @@ class Surviving(Callback):
 
         self._undo = around_closures(trainer, around, self._before_backward)
 
+    @override
     def detach(self) -> None:
-        """Leave the trainer as it was."""
         if self._undo is not None:
             self._undo()
         self._undo = None
-        if self in self._callbacks:
-            self._callbacks.remove(self)
+        super().detach()
 
     def _before_backward(self) -> None:
         if self._sums is not None:
@@ -109,7 +108,6 @@ class Surviving(Callback):
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         for logger in trainer.loggers if self._has_tightened else ():
             # By another name: some loggers (MLflow) take no second value for one.
-
             logger.log_hyperparams({"partial_checkpoint_final": self._plan.to_dict()})
 
     @property
@@ -164,7 +162,7 @@ def refuse_unrepeatable(trainer: "pl.Trainer") -> None:
             f"{type(module).__name__} optimizes by hand, and may have stepped when memory runs "
             "out; use automatic optimization"
         )
-    elif is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+    elif takes_dataloader_iter(module):
         reason = (
             f"{type(module).__name__}.training_step takes a dataloader_iter, and would fetch "
             "another batch; let it take a batch"

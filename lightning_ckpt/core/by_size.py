@@ -7,13 +7,14 @@ has terms, so few are measured.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_ckpt.core.budget import BudgetTooSmall, agreed, plan_within
-from lightning_ckpt.core.costs import Measurement, merged, predict
+from lightning_ckpt.core.budget import BudgetTooSmall, agreed, plan_of, plan_within
+from lightning_ckpt.core.costs import Measurement, are_alike, merged, predict
 from lightning_ckpt.core.fitted import canonical, fitted
 from lightning_ckpt.core.offload.config import OffloadConfig
-from lightning_ckpt.core.plan import BlockPlan, Plan
+from lightning_ckpt.core.plan import Choice, Plan
 from lightning_ckpt.core.sizes import Size
 from lightning_ckpt.core.weighing import choices_with
 
@@ -173,11 +174,11 @@ class PlansBySize:
         return planned if is_enough else None
 
     def _recomputed(self, size: Size, step: Measurement) -> Planned:
-        blocks = zip(step.names, step.class_names, strict=True)
-        place = self._place if "recompute_offloaded" in self._allowed else None
-        entries = tuple(BlockPlan(*block, "recompute", place) for block in blocks)
-        plan = Plan(entries, notes=self._notes)
-        return Planned(size, plan, is_free=False)
+        choice: Choice = "recompute"
+        if "recompute_offloaded" in self._allowed:
+            choice = "recompute_offloaded"
+        plan = plan_of(step, [choice] * len(step.names), self._place)
+        return Planned(size, replace(plan, notes=self._notes), is_free=False)
 
     def _near(self, size: Size, rows: dict[Size, _Row], reach: float = 1.0) -> Planned | None:
         """What was planned for a size that is larger by less than a bucket, or by more where that
@@ -212,7 +213,7 @@ class PlansBySize:
         """Whether a measured size may stand for a smaller one: where no fit will come."""
         steps = [step for row in rows.values() for step in row.steps]
         is_near = all(a <= _NEAR * b for a, b in zip(above.size.dims, size.dims, strict=True))
-        return is_near and merged(steps) is None
+        return is_near and not are_alike(steps)
 
     def _of(self, row: _Row) -> Planned:
         """The plan for a measured size."""
@@ -230,9 +231,8 @@ class PlansBySize:
                 return self._recomputed(size, steps[0])
             raise error.about(str(size)) from None
         plan = plan_within(self.budget, step, actions, self._place)
-        notes = (*self._notes, *plan.notes)
         is_free = not predict(step, actions).recompute_seconds
-        return Planned(size, Plan(plan.blocks, plan.every_n, notes), is_free)
+        return Planned(size, replace(plan, notes=(*self._notes, *plan.notes)), is_free)
 
     def _with_tail(self, step: Measurement) -> Measurement:
         """The optimizer does not step in each micro-batch, and what it takes goes by no size."""

@@ -253,9 +253,9 @@ def _alike(step: Measurement, call: Call, action: Choice) -> tuple[Any, ...]:
 def merged(steps: Sequence[Measurement]) -> Measurement | None:
     """One step that is as large as the largest of several at each place, for ranks that must agree;
     None if they did not compute the same blocks in the same order."""
-    first = steps[0]
-    if any(_order(step) != _order(first) for step in steps):
+    if not are_alike(steps):
         return None
+    first = steps[0]
     calls = [_merged_call(same) for same in zip(*(step.calls for step in steps), strict=True)]
     segments = [
         Segment(same[0].kind, same[0].call, max(s.start for s in same), max(s.peak for s in same))
@@ -267,6 +267,12 @@ def merged(steps: Sequence[Measurement]) -> Measurement | None:
         seconds=max(step.seconds for step in steps),
         terms={name: max(step.terms[name] for step in steps) for name in first.terms},
     )
+
+
+def are_alike(steps: Sequence[Measurement]) -> bool:
+    """Whether they computed the same blocks in the same order."""
+    order = _order(steps[0])
+    return all(_order(step) == order for step in steps[1:])
 
 
 def _order(step: Measurement) -> tuple[Any, ...]:

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ckpt.core.costs import Call, Measurement, Segment, merged
+from lightning_ckpt.core.costs import Call, Measurement, Segment, are_alike
 from lightning_ckpt.core.plan import is_offloaded
 from lightning_ckpt.core.sizes import Size, features
 
 _MOST_WEIGHT = 4.0  # the sum of the weights' amounts: 1 between two sizes, large far from all
 _SPARE = 3  # measured sizes beyond those that a fit needs, where it is not exact
 _SAFETY = 2.0  # times the largest residual
-
-
 _EXACT = 1e-3  # residuals beside the largest number, beyond the range that was measured
 
 
@@ -42,7 +40,7 @@ def fitted(
         actions; None: more sizes must be measured first.
     """
     steps = [_without_offload(step) for step in steps]
-    if not sizes or merged(steps) is None:
+    if not sizes or not are_alike(steps):
         return None
     sides = np.array([each.dims for each in sizes]).reshape(len(sizes), -1)
     low, high, own = sides.min(axis=0), sides.max(axis=0), np.array(size.dims, int)

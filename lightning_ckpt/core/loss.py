@@ -49,9 +49,12 @@ def why_no_training_step(module: Any) -> str | None:
     """Why a LightningModule's `training_step` cannot be run by itself, or None."""
     if not getattr(module, "automatic_optimization", True):
         return "optimizes by hand"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return "takes a dataloader_iter"
-    return None
+    return "takes a dataloader_iter" if takes_dataloader_iter(module) else None
+
+
+def takes_dataloader_iter(module: Any) -> bool:
+    """Whether a LightningModule's `training_step` fetches its batches itself."""
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
 def training_step_loss(module: Any, batch: Any, batch_idx: int = 0) -> Any:

@@ -128,11 +128,7 @@ def test_what_was_fetched_and_dropped_stays_until_its_copy_has_ended() -> None:
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
         training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
-        for _ in range(2):
-            training.forward()
-        gpu.finish()
-        training.scheduler.look()
-        num_free = len(gpu.free)
+        num_free = training.leave(2)
         training.backward(-1)
         assert training.scheduler.counts.num_ahead == 1
         training.drop(0)
@@ -149,11 +145,7 @@ def test_what_was_fetched_for_nothing_is_free_for_work_that_comes_after_its_copy
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
         training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
-        for _ in range(4):
-            training.forward()
-        gpu.finish()
-        training.scheduler.look()
-        num_free = len(gpu.free)
+        num_free = training.leave(4)
         training.backward(-1)
         assert len(gpu.free) == num_free - 1, "what comes next was fetched"
         training.backward(0)
@@ -176,9 +168,7 @@ def test_what_is_used_on_another_stream_than_it_was_fetched_on(
         tensor.fill_(7)
         places = [training.scheduler.save(call, tensor) for _ in range(2)]
         del tensor
-        training.forward()
-        gpu.finish()
-        training.scheduler.look()
+        training.leave()
         training.backward(-1)
         assert training.scheduler.counts.num_ahead == 1
         other, home = FakeStream(gpu), gpu.current

@@ -141,11 +141,7 @@ def test_memory_between_device_and_file_has_a_bound(num_rooms: int) -> None:
 def test_a_fetched_call_takes_memory_of_the_device_when_it_is_asked_for() -> None:
     with machine() as made:
         training = Training(made, made.target, 3, 0)
-        for _ in range(4):
-            training.forward()
-        made.finish()
-        training.scheduler.look()
-        num_free = len(made.free)
+        num_free = training.leave(4)
         training.backward(-1)
         assert training.scheduler.counts.num_ahead == 3
         assert len(made.free) == num_free, "one was taken, and let go of after its use"
@@ -187,9 +183,7 @@ def test_a_failed_write_is_raised_where_its_bytes_are_asked_for(
 ) -> None:
     with machine() as made:
         training = Training(made, made.target, 1, 0)
-        training.forward()
-        made.finish()
-        training.scheduler.look()
+        training.leave()
         monkeypatch.setattr(os, "pwrite", no_space)
         with pytest.raises(OSError, match="could not write"):
             training.backward(-1)
@@ -216,9 +210,7 @@ def test_who_settles_waits_for_the_file_and_hears_of_a_failed_write(
 def test_a_failed_write_that_nobody_needs_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine() as made:
         training = Training(made, made.target, 1, 0)
-        training.forward()
-        made.finish()
-        training.scheduler.look()
+        training.leave()
         with monkeypatch.context() as broken:
             broken.setattr(os, "pwrite", no_space)
             made.worker.progress(1)
@@ -231,9 +223,7 @@ def test_a_failed_read_is_an_error_and_gives_its_buffer_back(
 ) -> None:
     with machine() as made:
         training = Training(made, made.target, 0, 0)
-        training.forward()
-        made.finish()
-        training.scheduler.look()
+        training.leave()
         with monkeypatch.context() as broken:
             broken.setattr(os, "preadv", no_space)
             with pytest.raises(OSError, match="could not read"):
