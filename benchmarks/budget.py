@@ -32,13 +32,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_ckpt import BlockPlan, OffloadConfig, Plan, apply_partial_checkpoint
-from lightning_ckpt.core.budget import BudgetTooSmall, fastest, least_peak
-from lightning_ckpt.core.clock import Clock, CostClock
-from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, predict
+from lightning_ckpt.core.budget import fastest, least_peak
+from lightning_ckpt.core.budget.clock import Clock, CostClock
+from lightning_ckpt.core.budget.costs import Call, Measurement, Option, Segment, predict
+from lightning_ckpt.core.budget.weighing import choices_with
+from lightning_ckpt.core.budget.words import BudgetTooSmall
 from lightning_ckpt.core.estimate import estimate, measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 from lightning_ckpt.core.plan import Action, Choice
-from lightning_ckpt.core.weighing import choices_with
 
 MIB = 2**20
 ACTIONS = get_args(Action)

@@ -17,11 +17,11 @@ from torch.optim import AdamW
 from lightning_ckpt import OffloadConfig
 from lightning_ckpt.core.apply import apply_plan_quietly
 from lightning_ckpt.core.budget import fastest, least_peak, plan_of
-from lightning_ckpt.core.clock import Clock
-from lightning_ckpt.core.costs import predict
+from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.costs import predict
+from lightning_ckpt.core.budget.weighing import choices_with
 from lightning_ckpt.core.estimate import measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
-from lightning_ckpt.core.weighing import choices_with
 
 OFFLOAD = OffloadConfig("disk", scope="all", min_bytes=0)
 CHOICES = choices_with(OFFLOAD)

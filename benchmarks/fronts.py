@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from lightning_ckpt import Plan, apply_partial_checkpoint
-from lightning_ckpt.core.clock import Clock
-from lightning_ckpt.core.costs import Measurement
+from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.costs import Measurement
 from lightning_ckpt.core.estimate import measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 

@@ -31,14 +31,14 @@ from torch import Tensor, nn
 
 from lightning_ckpt import Plan, apply_partial_checkpoint
 from lightning_ckpt.core._torch import FakeTensorMode, is_fake
-from lightning_ckpt.core.apply import Handle
-from lightning_ckpt.core.by_size import PlansBySize
-from lightning_ckpt.core.clock import Clock, CostClock
-from lightning_ckpt.core.costs import Measurement, predict
+from lightning_ckpt.core.budget.by_size import PlansBySize
+from lightning_ckpt.core.budget.clock import Clock, CostClock
+from lightning_ckpt.core.budget.costs import Measurement, predict
+from lightning_ckpt.core.budget.sizes import size_of
 from lightning_ckpt.core.estimate import measure_step
-from lightning_ckpt.core.live_bytes import LiveBytes
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.memory import peak_tracker, track_peak
-from lightning_ckpt.core.sizes import size_of
+from lightning_ckpt.core.memory.live_bytes import LiveBytes
 
 MIB, ROWS = 2**20, 8
 Batch = dict[str, Tensor]

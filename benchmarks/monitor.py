@@ -20,9 +20,9 @@ import torch
 from overhead import VOCABULARY, Model, interleaved, parser_of, wait_for
 from torch import Tensor
 
-from lightning_ckpt.core.allocations import AllocationSteps
-from lightning_ckpt.core.device_steps import DeviceSteps
-from lightning_ckpt.core.steps import LiveSteps, StepSource
+from lightning_ckpt.core.memory.allocations import AllocationSteps
+from lightning_ckpt.core.memory.device_steps import DeviceSteps
+from lightning_ckpt.core.memory.steps import LiveSteps, StepSource
 
 
 class Training:

@@ -1,11 +1,11 @@
 """Partial activation checkpointing and offload for any PyTorch Lightning model."""
 
 from lightning_ckpt.callbacks import PartialCheckpoint as PartialCheckpoint
-from lightning_ckpt.core.apply import Handle as Handle
 from lightning_ckpt.core.apply import apply_partial_checkpoint as apply_partial_checkpoint
 from lightning_ckpt.core.blocks import Block as Block
 from lightning_ckpt.core.blocks import find_blocks as find_blocks
 from lightning_ckpt.core.estimate import estimate as estimate
+from lightning_ckpt.core.handle import Handle as Handle
 from lightning_ckpt.core.offload import OffloadConfig as OffloadConfig
 from lightning_ckpt.core.plan import BlockPlan as BlockPlan
 from lightning_ckpt.core.plan import Plan as Plan

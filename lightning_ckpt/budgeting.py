@@ -9,14 +9,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_ckpt.attached import Attached
-from lightning_ckpt.core.apply import Handle
-from lightning_ckpt.core.by_size import PlansBySize
+from lightning_ckpt.core.budget.by_size import PlansBySize
+from lightning_ckpt.core.budget.sizes import MOST_SIDES, Size, size_of
+from lightning_ckpt.core.budget.weighing import LinkProbe
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.loss import takes_dataloader_iter
 from lightning_ckpt.core.memory import find_compiled
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.plan import Plan
-from lightning_ckpt.core.sizes import MOST_SIDES, Size, size_of
-from lightning_ckpt.core.weighing import LinkProbe
 from lightning_ckpt.measuring import MeasuredBatch
 from lightning_ckpt.ranks import gathered, is_alone, largest_of_ranks
 from lightning_ckpt.summary import print_batches, print_note

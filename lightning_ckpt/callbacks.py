@@ -7,9 +7,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.offload import OffloadConfig
-from lightning_ckpt.fitting import FitPlan, refuse_conflicts, refuse_xla
+from lightning_ckpt.fitting import FitPlan
+from lightning_ckpt.refusals import refuse_conflicts, refuse_xla
 from lightning_ckpt.verifying import refuse_unverifiable, verify_in_fit
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_ckpt.core.apply import Handle, handles_in_force
-from lightning_ckpt.core.breakdown import KINDS, PARTS
-from lightning_ckpt.core.steps import EpochFigures
+from lightning_ckpt.core.handle import Handle, handles_in_force
+from lightning_ckpt.core.memory.breakdown import KINDS, PARTS
+from lightning_ckpt.core.memory.steps import EpochFigures
 from lightning_ckpt.ranks import gathered
 
 PEAK = "peak_allocated"

@@ -1,45 +1,34 @@
 """A plan over one fit: what the callback and the strategies share."""
 
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.accelerators import XLAAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ckpt._lightning import checkpoints_by_itself
 from lightning_ckpt.budgeting import BudgetedBatches
-from lightning_ckpt.core.apply import (
-    Handle,
-    apply_plan_quietly,
-    apply_quietly,
-    check_words,
-    named_blocks,
-)
+from lightning_ckpt.core.apply import apply_plan_quietly, apply_quietly, check_words
 from lightning_ckpt.core.blocks import check_layers, find_blocks
-from lightning_ckpt.core.budget import budget_bytes, read_budget
+from lightning_ckpt.core.budget.weighing import weighed
+from lightning_ckpt.core.budget.words import budget_bytes, read_budget
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.memory import peak_tracker
+from lightning_ckpt.core.memory.peak import PeakUnavailable
+from lightning_ckpt.core.named_blocks import named_blocks
 from lightning_ckpt.core.offload import (
     OffloadConfig,
     OffloadReport,
     read_offload,
     watch_first_step,
 )
-from lightning_ckpt.core.peak import PeakUnavailable
+from lightning_ckpt.core.out_of_memory.tighten import read_on_oom, tightened
 from lightning_ckpt.core.plan import Plan, check_every_n, read_plan
-from lightning_ckpt.core.tighten import read_on_oom, tightened
-from lightning_ckpt.core.weighing import weighed
-from lightning_ckpt.ranks import from_all_ranks
+from lightning_ckpt.ranks import FAILED, first_difference, from_all_ranks
 from lightning_ckpt.summary import print_measuring, print_offload, print_plan
 from lightning_ckpt.surviving import Surviving
-
-_FAILED = "failed: "  # begins the report of a rank that has no plan
 
 
 class FitPlan:
@@ -125,8 +114,8 @@ class FitPlan:
             changed = self.apply(module)
         except Exception as caught:  # any: the other ranks must not wait for this one
             error = caught
-        report = [_FAILED + str(error)] if error else self._describe(module)
-        difference = _first_difference(from_all_ranks(module.trainer, report))
+        report = [FAILED + str(error)] if error else self._describe(module)
+        difference = first_difference(from_all_ranks(module.trainer, report))
         if error is not None:
             raise error
         if difference:  # the adapter takes the plan back, as after any error
@@ -272,65 +261,6 @@ def _tell_of_offload(report: OffloadReport) -> None:
     print_offload(report)
 
 
-def refuse_conflicts(trainer: "pl.Trainer") -> None:
-    """Refuse a trainer in which blocks would be recomputed twice.
-
-    Raises:
-        MisconfigurationException: it has several owners of a plan, or a strategy that checkpoints.
-    """
-    owners = [callback for callback in trainer.callbacks if _owns_plan(callback)]  # type: ignore[attr-defined]
-    if len(owners) > 1:
-        intervals = ", ".join(f"every_n={owner.every_n}" for owner in owners)
-        raise MisconfigurationException(
-            f"the trainer has {len(owners)} PartialCheckpoint callbacks ({intervals}); keep one"
-        )
-    strategy = type(trainer.strategy).__name__
-    if owners and _owns_plan(trainer.strategy):
-        raise MisconfigurationException(
-            f"PartialCheckpoint is in the trainer's callbacks and {strategy} does the same: drop "
-            "the callback, or use the plain strategy; the strategy acts at the better moment"
-        )
-    if checkpoints_by_itself(trainer.strategy):
-        raise MisconfigurationException(
-            f"{strategy} has activation_checkpointing_policy set, and PartialCheckpoint is there "
-            "too: blocks would be recomputed twice; drop one of the two"
-        )
-    _warn_of_idle_flags(trainer.strategy)
-
-
-def refuse_xla(trainer: "pl.Trainer") -> None:
-    """Refuse a device on which torch cannot checkpoint: it takes the device's random numbers from
-    `torch.xla`, and there is none (transformers#29314, seen with torch 2.1 to 2.9).
-
-    Raises:
-        MisconfigurationException: the trainer's accelerator is XLA.
-    """
-    if isinstance(trainer.accelerator, XLAAccelerator) and not hasattr(torch, "xla"):
-        raise MisconfigurationException(
-            "PartialCheckpoint cannot work on XLA devices: torch.utils.checkpoint needs torch.xla, "
-            "which does not exist; drop it, and call torch_xla.utils.checkpoint.checkpoint in the "
-            "model"
-        )
-
-
-def _warn_of_idle_flags(strategy: Strategy) -> None:
-    """DeepSpeed's checkpointing acts only where a model calls it."""
-    if not isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy.config, dict):
-        return
-    settings = strategy.config.get("activation_checkpointing") or {}
-    idle = [name for name in ("partition_activations", "cpu_checkpointing") if settings.get(name)]
-    if idle:
-        rank_zero_warn(
-            f"DeepSpeedStrategy has {' and '.join(idle)} set, which has no effect on the blocks of "
-            "PartialCheckpoint: it acts where the model calls deepspeed.checkpointing.checkpoint; "
-            "use PartialCheckpoint(offload=True)"
-        )
-
-
-def _owns_plan(adapter: Any) -> bool:
-    return isinstance(getattr(adapter, "fit_plan", None), FitPlan)
-
-
 def _metadata(plan: Plan) -> dict[str, Any]:
     return {
         "every_n": plan.every_n,
@@ -339,18 +269,3 @@ def _metadata(plan: Plan) -> dict[str, Any]:
         "recomputed": list(plan.recomputed),
         **({} if plan.every_n else {"plan": plan.to_dict()}),
     }
-
-
-def _first_difference(reports: list[list[str]]) -> str | None:
-    """What to say of ranks that failed, or whose reports are not that of rank 0."""
-    for rank, report in enumerate(reports):
-        if report[0].startswith(_FAILED):
-            return f"rank {rank} could not make its plan: {report[0].removeprefix(_FAILED)}"
-    for rank, report in enumerate(reports):
-        for first, here in zip_longest(reports[0], report, fillvalue="nothing more"):
-            if here != first:
-                return (
-                    f"the ranks have different plans or models: rank 0 has {first}, rank {rank} "
-                    f"has {here}; build the same model and pass the same arguments on every rank"
-                )
-    return None

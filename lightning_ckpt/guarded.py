@@ -5,7 +5,7 @@ from typing import Generic, Protocol, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_ckpt.core.peak import PeakUnavailable
+from lightning_ckpt.core.memory.peak import PeakUnavailable
 
 
 class Stops(Protocol):

@@ -7,15 +7,15 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lightning_ckpt.core.apply import Handle
-from lightning_ckpt.core.clock import Clock
-from lightning_ckpt.core.costs import Measurement
-from lightning_ckpt.core.measure import Mark, StepRecorder
+from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.costs import Measurement
+from lightning_ckpt.core.budget.measure import Mark, StepRecorder
+from lightning_ckpt.core.budget.sizes import Size
+from lightning_ckpt.core.budget.weighing import LinkProbe
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.memory import peak_tracker
 from lightning_ckpt.core.offload import OffloadConfig
-from lightning_ckpt.core.sizes import Size
 from lightning_ckpt.core.watchers import watching
-from lightning_ckpt.core.weighing import LinkProbe
 
 
 class MeasuredBatch:

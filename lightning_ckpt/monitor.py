@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_ckpt import epoch_memory as epochs
 from lightning_ckpt.core.memory import step_source
-from lightning_ckpt.core.resident import ResidentSet
-from lightning_ckpt.core.steps import StepSource
+from lightning_ckpt.core.memory.resident import ResidentSet
+from lightning_ckpt.core.memory.steps import StepSource
 from lightning_ckpt.epoch_memory import MeasuredEpoch
 from lightning_ckpt.guarded import Guarded
 from lightning_ckpt.monitor_settings import MonitorSettings

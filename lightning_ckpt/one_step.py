@@ -10,12 +10,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
 
-from lightning_ckpt.core.apply import handles_in_force
 from lightning_ckpt.core.blocks import Block, find_blocks
-from lightning_ckpt.core.breakdown import held_now
-from lightning_ckpt.core.cuda_history import CudaHistory
-from lightning_ckpt.core.steps import StepSource
-from lightning_ckpt.core.timeline import Kind, Timeline, TimelineRecorder
+from lightning_ckpt.core.handle import handles_in_force
+from lightning_ckpt.core.memory.breakdown import held_now
+from lightning_ckpt.core.memory.cuda_history import CudaHistory
+from lightning_ckpt.core.memory.steps import StepSource
+from lightning_ckpt.core.memory.timeline import Kind, Timeline, TimelineRecorder
 from lightning_ckpt.guarded import Guarded, reason_of
 from lightning_ckpt.images import send_picture
 from lightning_ckpt.plot import save_picture

@@ -7,9 +7,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_ckpt.core.breakdown import PARTS
 from lightning_ckpt.core.estimate import Estimate
-from lightning_ckpt.core.timeline import Timeline
+from lightning_ckpt.core.memory.breakdown import PARTS
+from lightning_ckpt.core.memory.timeline import Timeline
 from lightning_ckpt.epoch_memory import PLAIN
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+FAILED = "failed: "  # begins the report of a rank that has no plan
 
 
 def gathered(trainer: "pl.Trainer", value: T) -> list[T]:
@@ -24,6 +27,21 @@ def from_all_ranks(trainer: "pl.Trainer", report: list[str]) -> list[list[str]]:
     if len(set(_gather(zlib.crc32("\n".join(report).encode())))) == 1:
         return [report]
     return _gather(report)
+
+
+def first_difference(reports: list[list[str]]) -> str | None:
+    """What to say of ranks that failed, or whose reports are not that of rank 0."""
+    for rank, report in enumerate(reports):
+        if report[0].startswith(FAILED):
+            return f"rank {rank} could not make its plan: {report[0].removeprefix(FAILED)}"
+    for rank, report in enumerate(reports):
+        for first, here in zip_longest(reports[0], report, fillvalue="nothing more"):
+            if here != first:
+                return (
+                    f"the ranks have different plans or models: rank 0 has {first}, rank {rank} "
+                    f"has {here}; build the same model and pass the same arguments on every rank"
+                )
+    return None
 
 
 def largest_of_ranks(trainer: "pl.Trainer", numbers: Sequence[int]) -> list[int]:

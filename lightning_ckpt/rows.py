@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from lightning_ckpt.core.budget import format_bytes
+from lightning_ckpt.core.budget.words import format_bytes
 from lightning_ckpt.core.estimate import Estimate, Point
 
 NUM_ROWS = 12  # of the intervals, and of the front

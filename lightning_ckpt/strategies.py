@@ -18,9 +18,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_ckpt._lightning import checkpoints_by_itself
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.offload import OffloadConfig
-from lightning_ckpt.fitting import FitPlan, refuse_xla
+from lightning_ckpt.fitting import FitPlan
+from lightning_ckpt.refusals import refuse_xla
 
 
 class _PartialCheckpointing(Strategy):

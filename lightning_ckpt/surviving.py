@@ -18,12 +18,12 @@ from typing_extensions import override
 
 from lightning_ckpt._lightning import Closure, around_closures
 from lightning_ckpt.attached import Attached
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.loss import takes_dataloader_iter
+from lightning_ckpt.core.out_of_memory.repeat import Retry, repeat
+from lightning_ckpt.core.out_of_memory.sums import GradientSums
+from lightning_ckpt.core.out_of_memory.undo import StateBefore
 from lightning_ckpt.core.plan import Plan
-from lightning_ckpt.core.repeat import Retry, repeat
-from lightning_ckpt.core.sums import GradientSums
-from lightning_ckpt.core.undo import StateBefore
 from lightning_ckpt.summary import print_survived
 
 Tighter = Callable[[bool], Plan | None]

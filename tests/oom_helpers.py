@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ckpt.core._torch import TorchDispatchMode
-from lightning_ckpt.core.peak import PeakTracker
+from lightning_ckpt.core.memory.peak import PeakTracker
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 

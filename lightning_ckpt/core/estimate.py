@@ -15,26 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ckpt.core.apply import apply_quietly
-from lightning_ckpt.core.budget import (
-    BudgetTooSmall,
-    budget_bytes,
-    fastest,
-    least_peak,
-    plan_of,
-    read_budget,
-)
-from lightning_ckpt.core.clock import Clock, CostClock
-from lightning_ckpt.core.costs import Actions, Measurement, Prediction, predict
+from lightning_ckpt.core.budget import fastest, least_peak, plan_of
+from lightning_ckpt.core.budget.clock import Clock, CostClock
+from lightning_ckpt.core.budget.costs import Actions, Measurement, Prediction, predict
+from lightning_ckpt.core.budget.measure import StepRecorder
+from lightning_ckpt.core.budget.waiting import Link
+from lightning_ckpt.core.budget.weighing import LinkProbe, choices_with, weighed
+from lightning_ckpt.core.budget.words import BudgetTooSmall, budget_bytes, read_budget
 from lightning_ckpt.core.fake import fake_batch, fake_module, without_values
-from lightning_ckpt.core.live_bytes import LiveBytes
 from lightning_ckpt.core.loss import model_loss, training_step_loss, why_no_training_step
-from lightning_ckpt.core.measure import StepRecorder
+from lightning_ckpt.core.memory.live_bytes import LiveBytes
+from lightning_ckpt.core.memory.peak import PeakTracker
 from lightning_ckpt.core.offload import OffloadConfig
-from lightning_ckpt.core.peak import PeakTracker
 from lightning_ckpt.core.plan import BlockPlan, Place, Plan, choice_of, every_n_plan
-from lightning_ckpt.core.waiting import Link
 from lightning_ckpt.core.watchers import watching
-from lightning_ckpt.core.weighing import LinkProbe, choices_with, weighed
 
 Step = Callable[[nn.Module, Any], Any]
 _NUM_FRONT = 48  # budgets between the least and plain training's need

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_ckpt.core.arguments import flatten
 from lightning_ckpt.core.blocks import Block
 from lightning_ckpt.core.memory import peak_tracker
-from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
+from lightning_ckpt.core.memory.peak import PeakTracker, PeakUnavailable
 from lightning_ckpt.core.report import What
 from lightning_ckpt.core.sameness import ABSENT, GeneratorState
 from lightning_ckpt.core.snapshot import Snapshot

@@ -12,28 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ckpt.core.budget import (
+from lightning_ckpt.core.budget import agreed, fastest, least_peak, plan_within
+from lightning_ckpt.core.budget.costs import Call, Measurement, Option, Segment, predict
+from lightning_ckpt.core.budget.merging import merged, pooled
+from lightning_ckpt.core.budget.planner import _front
+from lightning_ckpt.core.budget.words import (
     Budget,
     BudgetTooSmall,
-    agreed,
     budget_bytes,
-    fastest,
     format_bytes,
-    least_peak,
-    plan_within,
     read_budget,
 )
-from lightning_ckpt.core.costs import (
-    Call,
-    Measurement,
-    Option,
-    Segment,
-    merged,
-    pooled,
-    predict,
-)
 from lightning_ckpt.core.plan import Action
-from lightning_ckpt.core.planner import _front
 
 ACTIONS: list[Action] = ["keep", "recompute", "recompute_saving"]
 
@@ -199,7 +189,7 @@ def test_a_thinned_front_is_within_a_percent(monkeypatch: pytest.MonkeyPatch) ->
     plans = every_plan(step)
     budget = sum(peak for peak, _ in plans) // len(plans)
     best = min(seconds for peak, seconds in plans if peak <= budget)
-    monkeypatch.setattr("lightning_ckpt.core.planner._NUM_POINTS", 40)
+    monkeypatch.setattr("lightning_ckpt.core.budget.planner._NUM_POINTS", 40)
     predicted = predict(step, fastest(step, budget, ACTIONS))
     assert predicted.peak <= budget
     assert predicted.seconds <= 1.01 * best

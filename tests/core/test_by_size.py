@@ -10,13 +10,13 @@ import pytest
 from test_budget import ACTIONS, chain
 from test_fitted import attention, size, sized
 
-from lightning_ckpt.core import by_size
-from lightning_ckpt.core.budget import BudgetTooSmall, fastest
-from lightning_ckpt.core.by_size import PlansBySize
-from lightning_ckpt.core.costs import Measurement, predict
-from lightning_ckpt.core.fitted import canonical
+from lightning_ckpt.core.budget import by_size, fastest
+from lightning_ckpt.core.budget.by_size import PlansBySize
+from lightning_ckpt.core.budget.costs import Measurement, predict
+from lightning_ckpt.core.budget.fitted import canonical
+from lightning_ckpt.core.budget.sizes import Size
+from lightning_ckpt.core.budget.words import BudgetTooSmall
 from lightning_ckpt.core.plan import Plan
-from lightning_ckpt.core.sizes import Size
 
 Truth = Callable[[Size], Measurement]
 

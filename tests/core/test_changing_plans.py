@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_ckpt import OffloadConfig, apply_partial_checkpoint
 from lightning_ckpt.core import swap
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.plan import Action, Plan
 
 NAMES = [f"layers.{index}" for index in range(4)]

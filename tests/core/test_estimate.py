@@ -15,8 +15,8 @@ from test_measure import MODELS, Language, tokens
 from torch import Tensor, nn
 
 from lightning_ckpt import draw_estimate, estimate, print_estimate
-from lightning_ckpt.core.clock import Clock, CostClock
-from lightning_ckpt.core.costs import predict
+from lightning_ckpt.core.budget.clock import Clock, CostClock
+from lightning_ckpt.core.budget.costs import predict
 from lightning_ckpt.core.estimate import Estimate, measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 

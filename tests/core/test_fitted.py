@@ -10,9 +10,10 @@ import pytest
 from test_budget import ACTIONS, chain, every_plan, towers
 from test_offload_planned import offloading as offloading_chain
 
-from lightning_ckpt.core.costs import Call, Measurement, Option, Segment, choices, predict
-from lightning_ckpt.core.fitted import canonical, fitted
-from lightning_ckpt.core.sizes import Size
+from lightning_ckpt.core.budget.able import choices
+from lightning_ckpt.core.budget.costs import Call, Measurement, Option, Segment, predict
+from lightning_ckpt.core.budget.fitted import canonical, fitted
+from lightning_ckpt.core.budget.sizes import Size
 
 
 def size(*dims: int) -> Size:

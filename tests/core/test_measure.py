@@ -15,12 +15,13 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from lightning_ckpt import apply_partial_checkpoint
 from lightning_ckpt.core import _torch
-from lightning_ckpt.core.clock import Clock, CostClock
-from lightning_ckpt.core.costs import Measurement, choices, predict
+from lightning_ckpt.core.budget.able import choices
+from lightning_ckpt.core.budget.clock import Clock, CostClock
+from lightning_ckpt.core.budget.costs import Measurement, predict
+from lightning_ckpt.core.budget.measure import UNNAMED, StepRecorder
 from lightning_ckpt.core.estimate import measure_step
-from lightning_ckpt.core.measure import UNNAMED, StepRecorder
 from lightning_ckpt.core.memory import peak_tracker, track_peak
-from lightning_ckpt.core.mode_stack import StackedMode
+from lightning_ckpt.core.memory.mode_stack import StackedMode
 from lightning_ckpt.core.watchers import watching
 
 DIM = 32
@@ -329,7 +330,8 @@ def test_measuring_changes_nothing() -> None:
     measured(model, batch, step_of(model))
     for ours, theirs in zip((p.grad for p in model.parameters()), plain, strict=True):
         assert torch.equal(ours, theirs)  # type: ignore[arg-type]
-    from lightning_ckpt.core import mode_stack, watchers
+    from lightning_ckpt.core import watchers
+    from lightning_ckpt.core.memory import mode_stack
 
     assert mode_stack._entered == []
     assert watchers._watchers == []

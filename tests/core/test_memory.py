@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ckpt.core.allocator import AllocatorPeak
-from lightning_ckpt.core.live_bytes import LiveBytes
 from lightning_ckpt.core.memory import peak_tracker, track_peak
-from lightning_ckpt.core.peak import PeakUnavailable
+from lightning_ckpt.core.memory.allocator import AllocatorPeak
+from lightning_ckpt.core.memory.live_bytes import LiveBytes
+from lightning_ckpt.core.memory.peak import PeakUnavailable
 
 KIB = 1024  # bytes of 256 float32
 

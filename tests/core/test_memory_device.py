@@ -12,10 +12,10 @@ import torch
 from pretended import Counters
 from torch import nn
 
-from lightning_ckpt.core import cuda_history, resident
-from lightning_ckpt.core.cuda_history import CudaHistory
-from lightning_ckpt.core.device_steps import DeviceSteps
-from lightning_ckpt.core.peak import PeakUnavailable
+from lightning_ckpt.core.memory import cuda_history, resident
+from lightning_ckpt.core.memory.cuda_history import CudaHistory
+from lightning_ckpt.core.memory.device_steps import DeviceSteps
+from lightning_ckpt.core.memory.peak import PeakUnavailable
 
 KIB = 1024
 CPU = torch.device("cpu")  # where the tensors of these tests lie

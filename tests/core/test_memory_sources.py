@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_ckpt import apply_partial_checkpoint
-from lightning_ckpt.core import _torch, allocations
-from lightning_ckpt.core.allocations import AllocationSteps
-from lightning_ckpt.core.breakdown import PARTS, Marks, StepFigures, read_events
-from lightning_ckpt.core.memory import step_source
-from lightning_ckpt.core.peak import PeakUnavailable
-from lightning_ckpt.core.steps import LiveSteps, StepSource
+from lightning_ckpt.core import _torch
+from lightning_ckpt.core.memory import allocations, step_source
+from lightning_ckpt.core.memory.allocations import AllocationSteps
+from lightning_ckpt.core.memory.breakdown import PARTS, Marks, StepFigures, read_events
+from lightning_ckpt.core.memory.peak import PeakUnavailable
+from lightning_ckpt.core.memory.steps import LiveSteps, StepSource
 
 KIB = 1024
 SOURCES = [LiveSteps, AllocationSteps]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ckpt import apply_partial_checkpoint, find_blocks
-from lightning_ckpt.core.steps import LiveSteps
-from lightning_ckpt.core.timeline import Span, Timeline, TimelineRecorder
+from lightning_ckpt.core.memory.steps import LiveSteps
+from lightning_ckpt.core.memory.timeline import Span, Timeline, TimelineRecorder
 from lightning_ckpt.core.watchers import Phase, watching
 
 

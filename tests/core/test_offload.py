@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_ckpt import apply_partial_checkpoint
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.memory import track_peak
 from lightning_ckpt.core.offload import Offloader, OffloadReport
 from lightning_ckpt.core.offload.config import OffloadConfig

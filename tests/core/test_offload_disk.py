@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_ckpt import apply_partial_checkpoint
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.offload import disk
 from lightning_ckpt.core.offload.config import OffloadConfig
 from lightning_ckpt.core.offload.disk import DiskTarget, NamelessFile
@@ -124,7 +124,7 @@ FULL = """
 import resource, signal, sys, torch
 from torch import nn
 from lightning_ckpt import apply_partial_checkpoint
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.offload import OffloadConfig
 resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 4096, 3 * 4096))  # no file may be larger
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)))
@@ -156,7 +156,7 @@ TRAIN = """
 import signal, sys, tempfile, torch
 from torch import nn
 from lightning_ckpt import apply_partial_checkpoint
-from lightning_ckpt.core.apply import Handle
+from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.offload import OffloadConfig
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
 config = OffloadConfig("disk", directory=sys.argv[1], min_bytes=0, keep_last=0)

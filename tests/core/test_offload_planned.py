@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from lightning_ckpt import BlockPlan, OffloadConfig, Plan, apply_partial_checkpoint, estimate
 from lightning_ckpt.core.apply import apply_plan_quietly
-from lightning_ckpt.core.budget import BudgetTooSmall, fastest, least_peak, plan_of
-from lightning_ckpt.core.clock import Clock
-from lightning_ckpt.core.costs import Call, Measurement, Option, choices, merged, predict
+from lightning_ckpt.core.budget import fastest, least_peak, plan_of
+from lightning_ckpt.core.budget.able import choices
+from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.costs import Call, Measurement, Option, predict
+from lightning_ckpt.core.budget.merging import merged
+from lightning_ckpt.core.budget.weighing import choices_with
+from lightning_ckpt.core.budget.words import BudgetTooSmall
 from lightning_ckpt.core.estimate import measure_step
 from lightning_ckpt.core.memory import peak_tracker, track_peak
 from lightning_ckpt.core.plan import Action, Choice, choice_of
-from lightning_ckpt.core.weighing import choices_with
 
 ALL: tuple[Choice, ...] = get_args(Choice)
 DISK = OffloadConfig("disk", scope="all", min_bytes=0)

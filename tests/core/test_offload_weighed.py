@@ -15,19 +15,19 @@ from offload_fakes import FakeTarget, ask, is_here, tensor
 from torch import Tensor, nn
 
 from lightning_ckpt import OffloadConfig, apply_partial_checkpoint
-from lightning_ckpt.core import weighing
 from lightning_ckpt.core.apply import apply_plan_quietly
-from lightning_ckpt.core.clock import Clock
-from lightning_ckpt.core.costs import Call, Measurement, Option
+from lightning_ckpt.core.budget import weighing
+from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.costs import Call, Measurement, Option
+from lightning_ckpt.core.budget.inputs import InputWatch
+from lightning_ckpt.core.budget.waiting import Link, Window, windows, within_room
+from lightning_ckpt.core.budget.weighing import LinkProbe, weighed
 from lightning_ckpt.core.estimate import measure_step
-from lightning_ckpt.core.inputs import InputWatch
 from lightning_ckpt.core.memory import peak_tracker
 from lightning_ckpt.core.offload.host import HostTarget
 from lightning_ckpt.core.offload.pool import PinnedPool
 from lightning_ckpt.core.offload.schedule import Scheduler
 from lightning_ckpt.core.plan import BlockPlan, Plan
-from lightning_ckpt.core.waiting import Link, Window, windows, within_room
-from lightning_ckpt.core.weighing import LinkProbe, weighed
 
 DIM = 16
 INF = float("inf")

@@ -18,11 +18,12 @@ from oom_helpers import MESSAGE, Bomb, bits
 from torch import Tensor, nn
 
 from lightning_ckpt import Plan, apply_partial_checkpoint
-from lightning_ckpt.core.apply import Handle, apply_plan_quietly
-from lightning_ckpt.core.repeat import Retry, repeat
-from lightning_ckpt.core.sums import GradientSums
-from lightning_ckpt.core.tighten import tightened
-from lightning_ckpt.core.undo import StateBefore
+from lightning_ckpt.core.apply import apply_plan_quietly
+from lightning_ckpt.core.handle import Handle
+from lightning_ckpt.core.out_of_memory.repeat import Retry, repeat
+from lightning_ckpt.core.out_of_memory.sums import GradientSums
+from lightning_ckpt.core.out_of_memory.tighten import tightened
+from lightning_ckpt.core.out_of_memory.undo import StateBefore
 
 CPU = torch.device("cpu")
 PARTS = 3  # micro-batches of a step

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ckpt.core.sizes import MOST_SIDES, Size, features, size_of
+from lightning_ckpt.core.budget.sizes import MOST_SIDES, Size, features, size_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors.*prototype")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_ckpt.core.out_of_memory.tighten import read_on_oom, tightened
 from lightning_ckpt.core.plan import Action, BlockPlan, Plan, every_n_plan
-from lightning_ckpt.core.tighten import read_on_oom, tightened
 
 
 def plan_of(*actions: Action, offload: Any = None) -> Plan:

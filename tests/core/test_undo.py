@@ -14,7 +14,7 @@ from helpers import assert_same, generator_states
 from oom_helpers import bits
 from torch import Tensor, nn
 
-from lightning_ckpt.core.undo import StateBefore
+from lightning_ckpt.core.out_of_memory.undo import StateBefore
 
 LARGE = 64 * 1024  # elements of 4 bytes: beyond what is copied
 

@@ -27,11 +27,11 @@ from lightning_ckpt import (
     PartialCheckpointStrategy,
     PeakMemoryMonitor,
 )
-from lightning_ckpt.core import mode_stack, watchers
-from lightning_ckpt.core.budget import BudgetTooSmall
-from lightning_ckpt.core.live_bytes import LiveBytes
-from lightning_ckpt.core.measure import UNNAMED as BUCKETS
-from lightning_ckpt.core.memory import track_peak
+from lightning_ckpt.core import watchers
+from lightning_ckpt.core.budget.measure import UNNAMED as BUCKETS
+from lightning_ckpt.core.budget.words import BudgetTooSmall
+from lightning_ckpt.core.memory import mode_stack, track_peak
+from lightning_ckpt.core.memory.live_bytes import LiveBytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -27,8 +27,8 @@ from lightning_ckpt import (
     PeakMemoryMonitor,
     budgeting,
 )
-from lightning_ckpt.core import mode_stack, watchers
-from lightning_ckpt.core.memory import track_peak
+from lightning_ckpt.core import watchers
+from lightning_ckpt.core.memory import mode_stack, track_peak
 from lightning_ckpt.core.swap import is_swapped
 
 pytestmark = [

@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import PeakMemoryMonitor, monitor
-from lightning_ckpt.core.breakdown import PARTS, StepFigures
-from lightning_ckpt.core.device_steps import DeviceSteps
-from lightning_ckpt.core.peak import PeakUnavailable
-from lightning_ckpt.core.steps import StepSource
+from lightning_ckpt.core.memory.breakdown import PARTS, StepFigures
+from lightning_ckpt.core.memory.device_steps import DeviceSteps
+from lightning_ckpt.core.memory.peak import PeakUnavailable
+from lightning_ckpt.core.memory.steps import StepSource
 from lightning_ckpt.monitor import KEY
 
 pytestmark = TRAINER_WARNS

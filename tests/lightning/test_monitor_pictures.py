@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_ckpt import PartialCheckpoint, PeakMemoryMonitor, images, one_step
-from lightning_ckpt.core.timeline import Span, Timeline
+from lightning_ckpt.core.memory.timeline import Span, Timeline
 from lightning_ckpt.plot import save_picture
 from lightning_ckpt.summary import print_epochs, print_held
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import OffloadConfig, PartialCheckpoint, PeakMemoryMonitor, monitor
-from lightning_ckpt.core.breakdown import KINDS
-from lightning_ckpt.core.device_steps import DeviceSteps
+from lightning_ckpt.core.memory.breakdown import KINDS
+from lightning_ckpt.core.memory.device_steps import DeviceSteps
 from lightning_ckpt.core.offload import Offloader
 from lightning_ckpt.monitor import KEY
 

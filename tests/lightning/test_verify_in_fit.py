@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 import lightning_ckpt.verifying as verifying
 from lightning_ckpt import PartialCheckpoint, PeakMemoryMonitor, verify
 from lightning_ckpt import monitor as monitor_module
-from lightning_ckpt.core.device_steps import DeviceSteps
+from lightning_ckpt.core.memory.device_steps import DeviceSteps
 from lightning_ckpt.core.swap import is_swapped
 
 pytestmark = [

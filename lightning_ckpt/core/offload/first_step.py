@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from lightning_ckpt.core.memory import peak_tracker
+from lightning_ckpt.core.memory.peak import PeakUnavailable
 from lightning_ckpt.core.offload.engine import Offloader
 from lightning_ckpt.core.offload.report import OffloadReport
-from lightning_ckpt.core.peak import PeakUnavailable
 
 
 def watch_first_step(

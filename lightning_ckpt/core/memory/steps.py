@@ -20,9 +20,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ckpt.core.breakdown import Event, Marks, StepFigures, read_events
-from lightning_ckpt.core.holders import gradients_of, tensors_by_kind
-from lightning_ckpt.core.live_bytes import LiveBytes
+from lightning_ckpt.core.memory.breakdown import Event, Marks, StepFigures, read_events
+from lightning_ckpt.core.memory.holders import gradients_of, tensors_by_kind
+from lightning_ckpt.core.memory.live_bytes import LiveBytes
 
 
 @dataclass

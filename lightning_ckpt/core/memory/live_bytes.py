@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ckpt.core.breakdown import Event
-from lightning_ckpt.core.holders import parts_of, storages_of, tensors_in, wraps_tensors
-from lightning_ckpt.core.mode_stack import StackedMode
-from lightning_ckpt.core.peak import PeakTracker
+from lightning_ckpt.core.memory.breakdown import Event
+from lightning_ckpt.core.memory.holders import parts_of, storages_of, tensors_in, wraps_tensors
+from lightning_ckpt.core.memory.mode_stack import StackedMode
+from lightning_ckpt.core.memory.peak import PeakTracker
 
 
 class LiveBytes(PeakTracker):

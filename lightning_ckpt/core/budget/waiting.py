@@ -15,8 +15,8 @@ which fit the one that moves less is taken.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_ckpt.core.costs import Call, Kind, Option
-from lightning_ckpt.core.inputs import Saved
+from lightning_ckpt.core.budget.costs import Call, Kind, Option
+from lightning_ckpt.core.budget.inputs import Saved
 from lightning_ckpt.core.plan import Choice
 
 _HIDDEN_SHARE = 0.02  # of a copy's time; it was not measured, and only decides between equals

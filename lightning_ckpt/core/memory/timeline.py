@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ckpt.core.breakdown import Event
+from lightning_ckpt.core.memory.breakdown import Event
 from lightning_ckpt.core.watchers import Phase, Watch, watching
 
 Kind = Literal["forward", "recompute", "backward", "optimizer"]

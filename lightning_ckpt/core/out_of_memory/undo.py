@@ -164,7 +164,7 @@ class StateBefore:
             self._lazy.append(tensor)
             return
         version, flag = tensor_version(tensor), tensor.requires_grad
-        if isinstance(tensor, nn.Parameter):  # its gradient is for `core.sums`
+        if isinstance(tensor, nn.Parameter):  # its gradient is for `core.out_of_memory.sums`
             self._tensors.append(_Seen(tensor, version, flag, None, 0, None))
         elif not is_fake(tensor):
             is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES

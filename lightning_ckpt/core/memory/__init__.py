@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from lightning_ckpt.core._torch import OptimizedModule, is_compiled
-from lightning_ckpt.core.allocations import AllocationSteps
-from lightning_ckpt.core.allocator import AllocatorPeak
-from lightning_ckpt.core.device_steps import DeviceSteps
-from lightning_ckpt.core.live_bytes import LiveBytes
-from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
-from lightning_ckpt.core.steps import LiveSteps, StepSource
+from lightning_ckpt.core.memory.allocations import AllocationSteps
+from lightning_ckpt.core.memory.allocator import AllocatorPeak
+from lightning_ckpt.core.memory.device_steps import DeviceSteps
+from lightning_ckpt.core.memory.live_bytes import LiveBytes
+from lightning_ckpt.core.memory.peak import PeakTracker, PeakUnavailable
+from lightning_ckpt.core.memory.steps import LiveSteps, StepSource
 
 
 def step_source(device: torch.device | str, *modules: nn.Module) -> StepSource:

@@ -4,18 +4,12 @@ The recompute of a block shows what a forward alone does not: the bytes of its a
 long they take to compute, at no extra forward. A dispatch mode follows the operations inside the
 blocks, to know what the dear ones among them give and take; peaks come from `peak_tracker`.
 
-Note: [The end of a recompute]
-Torch ends a recompute by an exception as soon as backward has what it needs, and the traceback
-holds the block's local tensors until it is dropped. So the end is seen when the frame of the region
-lets go of its watch, which stands in a local variable there.
-
 Note: [What autograd holds longer]
 A node's saved tensors are let go after the gradients of what it broadcast (a bias) were summed up;
 those that a recompute gave are let go before. So a kept block may need those sums on top.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -23,20 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from lightning_ckpt.core._torch import changes_arguments
-from lightning_ckpt.core.clock import Clock
-from lightning_ckpt.core.costs import Call, Kind, Measurement, Segment, pooled
-from lightning_ckpt.core.holders import wraps_tensors
-from lightning_ckpt.core.inputs import InputWatch
-from lightning_ckpt.core.mode_stack import StackedMode
+from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.costs import Call, Kind, Measurement, Segment
+from lightning_ckpt.core.budget.following import IGNORED, SUM, FollowingMode, Watch
+from lightning_ckpt.core.budget.inputs import InputWatch
+from lightning_ckpt.core.budget.merging import pooled
+from lightning_ckpt.core.budget.saved_results import is_plain
+from lightning_ckpt.core.budget.traces import CallTrace
+from lightning_ckpt.core.budget.waiting import Link, offloaded, windows, within_room
+from lightning_ckpt.core.memory.peak import PeakTracker
 from lightning_ckpt.core.offload.config import OffloadConfig
-from lightning_ckpt.core.peak import PeakTracker
 from lightning_ckpt.core.recompute import Phase
-from lightning_ckpt.core.saving import SAVED
-from lightning_ckpt.core.traces import CallTrace, is_plain
-from lightning_ckpt.core.waiting import Link, offloaded, windows, within_room
 
 _NO_WAITING = Link(float("inf"), float("inf"))
 Mark = Literal["zero_grad", "optimizer"]
@@ -78,8 +70,8 @@ class StepRecorder:
         self._root = root
         self._index = {id(block): index for index, block in enumerate(blocks)}
         self._tracker = tracker
-        self._clock = clock
-        self._mode = _FollowingMode(self)
+        self.clock = clock
+        self._mode = FollowingMode(self)
         self.inputs = InputWatch(root, clock.device, min_bytes)
         self.calls: list[CallTrace] = []
         self.current: CallTrace | None = None  # the call that computes now
@@ -101,18 +93,18 @@ class StepRecorder:
         """Record from here on, with the tensors in `holders` counted in."""
         self._tracker.resume(self._root, list(optimizers), *holders)
         if self._state_bytes is None:
-            self._state_bytes = state_bytes(optimizers, self._clock.device)
+            self._state_bytes = state_bytes(optimizers, self.clock.device)
         self._tracker.reset_peak()
         self._kind, self._call, self._start = "outside", None, self._tracker.current_bytes
         self._met_before = self._tracker.met_bytes
         self.inputs.begin()
         self._mode.enter()
-        self._resumed = self._clock.mark()
+        self._resumed = self.clock.mark()
 
     def pause(self) -> None:
         """Leave what comes out of the record."""
         if self._resumed is not None:
-            self._times.append((self._resumed, self._clock.mark()))
+            self._times.append((self._resumed, self.clock.mark()))
             self._resumed = None
             self._cut("outside")
         self._mode.leave()
@@ -130,13 +122,13 @@ class StepRecorder:
             self._cut("outside")
             self._marks.setdefault(mark, len(self._raw))
 
-    def watch(self, block: nn.Module) -> "_Watch | None":
+    def watch(self, block: nn.Module) -> Watch | None:
         """What follows the computations of one call of `block`."""
         index = self._index.get(id(block))
         if index is None or self._resumed is None:
             return None
-        self.calls.append(CallTrace(index, self._clock, self, len(self.calls), self.inputs))
-        return _Watch(self, len(self.calls) - 1)
+        self.calls.append(CallTrace(index, self.clock, self, len(self.calls), self.inputs))
+        return Watch(self, len(self.calls) - 1)
 
     def begin(self, call: int, phase: Phase) -> None:
         if self._resumed is None:
@@ -170,10 +162,10 @@ class StepRecorder:
 
     def see_outside(self, operation: Any, result: Any) -> None:
         """Note: [What autograd holds longer]."""
-        if operation is _SUM:
+        if operation is SUM:
             self._sums += result.nbytes
             self._most_sums = max(self._most_sums, self._sums)
-        elif operation not in _IGNORED:
+        elif operation not in IGNORED:
             self._sums = 0
 
     def _cut(self, kind: Kind, call: int | None = None) -> None:
@@ -192,7 +184,7 @@ class StepRecorder:
 
     def _grad_bytes(self) -> int:
         grads = [p.grad for p in self._root.parameters() if p.grad is not None]
-        return _bytes_of(grads, self._clock.device)
+        return _bytes_of(grads, self.clock.device)
 
     def finish(
         self,
@@ -213,8 +205,8 @@ class StepRecorder:
             link: the way to where offloaded tensors would wait; None: nobody would wait for it.
         """
         link = link or _NO_WAITING
-        self._clock.synchronize()
-        device = self._clock.device
+        self.clock.synchronize()
+        device = self.clock.device
         states = max(0, state_bytes(optimizers, device) - (self._state_bytes or 0))
         grads = max((raw.grad_bytes for raw in self._raw), default=0)
         stepped = self._marks.get("optimizer", len(self._raw))
@@ -234,7 +226,7 @@ class StepRecorder:
             tuple(class_names),
             within_room(list(self._calls(link)), self._num_waves(), link.room_bytes),
             tuple(segments),
-            sum(self._clock.seconds(begin, end) for begin, end in self._times),
+            sum(self.clock.seconds(begin, end) for begin, end in self._times),
             {
                 "parameters and buffers": _bytes_of(
                     [*self._root.parameters(), *self._root.buffers()], device
@@ -256,7 +248,7 @@ class StepRecorder:
                 yield Call(trace.block, options)
                 continue
             meanwhile = self.calls[window.before].times()[1], trace.times()[0]
-            in_window = max(0.0, self._clock.seconds(*meanwhile))
+            in_window = max(0.0, self.clock.seconds(*meanwhile))
             options |= offloaded(options, movable, link, in_window)
             gone, producers = movable.inputs.gone, movable.inputs.producers
             yield Call(trace.block, options, window.leaves, gone, window.returns, producers)
@@ -269,81 +261,6 @@ class StepRecorder:
         """The most that one call would offload if it were recomputed."""
         saved = [self.inputs.saved(index, len(self._raw)) for index in range(len(self.calls))]
         return max((each.alone_bytes for each in saved), default=0)
-
-
-class _Watch:
-    """Follows one call, from the region that makes it: Note: [The end of a recompute]."""
-
-    def __init__(self, recorder: StepRecorder, call: int) -> None:
-        self._recorder = recorder
-        self._call = call
-
-    def inputs(self) -> AbstractContextManager[Any]:
-        return self._recorder.inputs.saving(self._call)
-
-    def __call__(self, phase: Phase) -> "_Moment":
-        return _Moment(self._recorder, self._call, phase)
-
-
-class _Moment:
-    """One computation of a call."""
-
-    def __init__(self, recorder: StepRecorder, call: int, phase: Phase) -> None:
-        self._recorder = recorder
-        self._call = call
-        self._phase = phase
-        self._has_begun = False
-
-    def __enter__(self) -> None:
-        self._has_begun = True
-        self._recorder.begin(self._call, self._phase)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._phase == "forward":
-            self._recorder.end(self._call)
-
-    def __del__(self) -> None:
-        if self._has_begun and self._phase == "recompute":
-            self._recorder.end(self._call)
-
-
-class _FollowingMode(StackedMode):
-    """Looks at the operations inside of blocks. An error in here would end the training step."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(map(wraps_tensors, types)):
-            if self._recorder.current is not None:
-                self._recorder.current.meet_wrapped()
-            return NotImplemented
-        kwargs = kwargs or {}
-        if self.on:
-            self._recorder.cut_if_asked()
-        trace = self._recorder.current
-        if not self.on or trace is None or func in _IGNORED:
-            result = func(*args, **kwargs)
-            self._recorder._clock.advance(func, args, kwargs, result)
-            self._recorder.see_outside(func, result)
-            return result
-        if changes_arguments(func):
-            trace.spoil([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])
-        begin = self._recorder._clock.mark() if func in _DEAR else None
-        result = func(*args, **kwargs)
-        self._recorder._clock.advance(func, args, kwargs, result)
-        end = self._recorder._clock.mark() if func in _DEAR else None
-        given = (*args, *kwargs.values())
-        trace.add(func, given, result, (begin, end), self._recorder.live_bytes())
-        return result
-
-
-# A recompute detaches what it computes, a forward does not; fake tensors are asked for more. A view
-# between two sums does not end their row.
-_SUM = torch.ops.aten.sum.dim_IntList
-_IGNORED = frozenset({*SAC_IGNORED_OPS, torch.ops.aten.view.default})
-_DEAR = frozenset().union(*SAVED.values())
 
 
 def state_bytes(optimizers: Sequence[Optimizer], device: torch.device) -> int:

@@ -23,10 +23,15 @@ from lightning_ckpt.core._torch import (
     start_allocation_events,
     stop_allocation_events,
 )
-from lightning_ckpt.core.breakdown import Event, Marks, read_events
-from lightning_ckpt.core.holders import gradients_of, storages_of, tensors_by_kind, tensors_in
-from lightning_ckpt.core.peak import PeakUnavailable
-from lightning_ckpt.core.steps import StepSource
+from lightning_ckpt.core.memory.breakdown import Event, Marks, read_events
+from lightning_ckpt.core.memory.holders import (
+    gradients_of,
+    storages_of,
+    tensors_by_kind,
+    tensors_in,
+)
+from lightning_ckpt.core.memory.peak import PeakUnavailable
+from lightning_ckpt.core.memory.steps import StepSource
 
 
 class AllocationSteps(StepSource):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_ckpt.core.allocator import AllocatorPeak
-from lightning_ckpt.core.peak import PeakUnavailable
+from lightning_ckpt.core.memory.allocator import AllocatorPeak
+from lightning_ckpt.core.memory.peak import PeakUnavailable
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ckpt.core.holders import storages_of, tensors_by_kind
+from lightning_ckpt.core.memory.holders import storages_of, tensors_by_kind
 
 KINDS = ("parameters", "gradients", "optimizer_states", "buffers")
 PARTS = (*KINDS, "activations", "other")

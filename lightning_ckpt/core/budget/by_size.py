@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_ckpt.core.budget import BudgetTooSmall, agreed, plan_of, plan_within
-from lightning_ckpt.core.costs import Measurement, are_alike, merged, predict
-from lightning_ckpt.core.fitted import canonical, fitted
+from lightning_ckpt.core.budget import agreed, plan_of, plan_within
+from lightning_ckpt.core.budget.costs import Measurement, predict
+from lightning_ckpt.core.budget.fitted import canonical, fitted
+from lightning_ckpt.core.budget.merging import are_alike, merged
+from lightning_ckpt.core.budget.sizes import Size
+from lightning_ckpt.core.budget.weighing import choices_with
+from lightning_ckpt.core.budget.words import BudgetTooSmall
 from lightning_ckpt.core.offload.config import OffloadConfig
 from lightning_ckpt.core.plan import Choice, Plan
-from lightning_ckpt.core.sizes import Size
-from lightning_ckpt.core.weighing import choices_with
 
 _MOST_SIZES = 48  # measured, of one structure; then a larger one's plan must do
 _MOST_PLANS = 4096

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ckpt.core.costs import Measurement, next_recomputes, rise, spans
+from lightning_ckpt.core.budget.costs import Measurement, next_recomputes, rise, spans
 from lightning_ckpt.core.plan import Choice
 
 _NUM_POINTS = 2048  # of all fronts; more are thinned out, which loses next to nothing

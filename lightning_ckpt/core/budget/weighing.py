@@ -7,13 +7,13 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 
-from lightning_ckpt.core.clock import Clock
+from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.waiting import Link
 from lightning_ckpt.core.offload import make_target, nothing_to_move
 from lightning_ckpt.core.offload.config import OffloadConfig, read_offload
 from lightning_ckpt.core.offload.machine import host_budget
 from lightning_ckpt.core.offload.targets import Source, Target, as_bytes
 from lightning_ckpt.core.plan import Action, Choice
-from lightning_ckpt.core.waiting import Link
 
 _MOST_BYTES = 64 * 2**20  # of a trial copy; larger ones are no faster
 _NUM_TRIALS = 3  # the first pins memory, or makes the file

@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_ckpt.core.out_of_memory.sums import CannotRepeat, GradientSums
+from lightning_ckpt.core.out_of_memory.undo import StateBefore
 from lightning_ckpt.core.plan import Plan
-from lightning_ckpt.core.sums import CannotRepeat, GradientSums
-from lightning_ckpt.core.undo import StateBefore
 
 NUM_TRIES = 3  # the last of them recomputes every block
 

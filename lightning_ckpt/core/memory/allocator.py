@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_ckpt.core.peak import PeakTracker, PeakUnavailable
+from lightning_ckpt.core.memory.peak import PeakTracker, PeakUnavailable
 
 
 class Counters(Protocol):

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ckpt.core.costs import Call, Measurement, Segment, are_alike
+from lightning_ckpt.core.budget.costs import Call, Measurement, Segment
+from lightning_ckpt.core.budget.merging import are_alike
+from lightning_ckpt.core.budget.sizes import Size, features
 from lightning_ckpt.core.plan import is_offloaded
-from lightning_ckpt.core.sizes import Size, features
 
 _MOST_WEIGHT = 4.0  # the sum of the weights' amounts: 1 between two sizes, large far from all
 _SPARE = 3  # measured sizes beyond those that a fit needs, where it is not exact

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ckpt.core.allocator import AllocatorPeak, Counters
-from lightning_ckpt.core.breakdown import KINDS, StepFigures
-from lightning_ckpt.core.holders import gradients_of, storages_of, tensors_by_kind
-from lightning_ckpt.core.peak import PeakUnavailable
-from lightning_ckpt.core.steps import StepSource
+from lightning_ckpt.core.memory.allocator import AllocatorPeak, Counters
+from lightning_ckpt.core.memory.breakdown import KINDS, StepFigures
+from lightning_ckpt.core.memory.holders import gradients_of, storages_of, tensors_by_kind
+from lightning_ckpt.core.memory.peak import PeakUnavailable
+from lightning_ckpt.core.memory.steps import StepSource
 
 _FORWARD, _BACKWARD, _UPDATE = range(3)
 

@@ -1,0 +1,1 @@
+"""A step that ran out of memory, tried again as if it had not been run before."""
