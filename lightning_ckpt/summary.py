@@ -1,7 +1,6 @@
 """What a person reads in the terminal: the one file that prints."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,17 @@ from rich.text import Text
 
 from lightning_ckpt.core.estimate import Estimate
 from lightning_ckpt.core.offload import OffloadReport
-from lightning_ckpt.core.plan import BlockPlan, Plan
-from lightning_ckpt.core.report import Difference, Report
-from lightning_ckpt.rows import estimate_rows, short_names, split_name
+from lightning_ckpt.core.plan import Plan
+from lightning_ckpt.core.report import Report
+from lightning_ckpt.rows import (
+    counted,
+    estimate_rows,
+    num_whole,
+    origin,
+    plan_rows,
+    plan_title,
+    verdict,
+)
 
 
 def print_plan(plan: Plan, console: Console | None = None, *, after_progress: bool = False) -> None:
@@ -28,7 +35,7 @@ def print_plan(plan: Plan, console: Console | None = None, *, after_progress: bo
     console = console or Console()
     if after_progress and console.is_terminal:
         console.print()
-    console.print(_title(plan), style="bold", markup=False, highlight=False)
+    console.print(plan_title(plan), style="bold", markup=False, highlight=False)
     console.print(_plan_table(plan))
     for note in plan.notes:
         print_note(note, console)
@@ -57,33 +64,9 @@ def _plan_table(plan: Plan) -> Table:
     table.add_column("Which", overflow="fold")
     if plan.offload:
         table.add_column("Saved tensors wait")
-    for (_, class_name), group in groupby(plan, key=_family):
-        for cells, blocks in (_interval_rows if plan.every_n else _action_rows)(list(group)):
-            table.add_row(class_name, *cells, *([_waiting_place(blocks)] if plan.offload else []))
+    for row in plan_rows(plan):
+        table.add_row(*row)
     return table
-
-
-_Rows = Iterator[tuple[tuple[str, ...], list[BlockPlan]]]
-
-
-def _interval_rows(blocks: list[BlockPlan]) -> _Rows:
-    recomputed = [block for block in blocks if block.action != "keep"]
-    names = short_names([block.name for block in recomputed])
-    yield (f"{len(recomputed)} of {len(blocks)}", names), blocks
-
-
-def _action_rows(blocks: list[BlockPlan]) -> _Rows:
-    for action, what in _ACTIONS.items():
-        if same := [block for block in blocks if block.action == action]:
-            yield (what, str(len(same)), short_names([block.name for block in same])), same
-
-
-_ACTIONS = {  # what of a block is computed again
-    "keep": "nothing",
-    "recompute": "everything",
-    "recompute_saving_attention": "all but attention",
-    "recompute_saving": "only pointwise",
-}
 
 
 def print_estimate(
@@ -164,15 +147,11 @@ def print_survived(
     times = "once" if num_tries == 1 else f"{num_tries} times"
     (console or Console(soft_wrap=True)).print(
         f"Out of memory in epoch {place[0]}, batch {place[1]}, repeated {times}: of {len(before)} "
-        f"blocks {_num_whole(before)} were recomputed as a whole, from now on {_num_whole(now)}",
+        f"blocks {num_whole(before)} were recomputed as a whole, from now on {num_whole(now)}",
         style="yellow",
         markup=False,
         highlight=False,
     )
-
-
-def _num_whole(plan: Plan) -> int:
-    return sum(block.action == "recompute" for block in plan)
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -183,8 +162,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
         console: where to print; a terminal of the usual kind by default.
     """
     console = console or Console()
-    console.print(_verdict(report), style="bold", markup=False, highlight=False)
-    console.print(_counts(report), markup=False, highlight=False)
+    console.print(verdict(report), style="bold", markup=False, highlight=False)
+    console.print(counted(report), markup=False, highlight=False)
     if report.ok:
         return
     table = Table()
@@ -198,61 +177,6 @@ def print_report(report: Report, console: Console | None = None) -> None:
             Text(origin(difference)),
         )
     console.print(table)
-
-
-def origin(difference: Difference) -> str:
-    """Where a difference comes from, in words."""
-    blocks = short_names(difference.blocks)
-    if difference.in_plain_too:
-        return f"plain training, begins in {blocks or 'no block'}"
-    return blocks or "no block alone"
-
-
-def _verdict(report: Report) -> str:
-    if report.ok and not any(report.recomputes.values()):
-        return "verify: the two steps are the same, but no block was seen to be computed again"
-    if report.ok:
-        return "verify: the checkpointed step is the plain step, bit by bit"
-    num_plain = sum(difference.in_plain_too for difference in report.differences)
-    return (
-        f"verify: {len(report.differences)} values differ between the plain and the checkpointed "
-        f"step ({num_plain} of them between two plain steps, too)"
-    )
-
-
-def _counts(report: Report) -> str:
-    compared = ", ".join(f"{number} {what}" for what, number in report.compared.items())
-    num_recomputed = sum(number > 0 for number in report.recomputes.values())
-    peaks = (report.plain_peak_bytes, report.checkpointed_peak_bytes)
-    plain, ours = ("unknown" if p is None else f"{p / 2**20:.3g} MiB" for p in peaks)
-    return (
-        f"Compared: {compared}. Recomputed: {num_recomputed} of {len(report.recomputes)} blocks, "
-        f"{sum(report.recomputes.values())} times. Peak of the step: {plain} plain, "
-        f"{ours} checkpointed."
-    )
-
-
-def _title(plan: Plan) -> str:
-    interval = f" (every_n={plan.every_n})" if plan.every_n else ""
-    return (
-        f"PartialCheckpoint: {plan.num_recomputed} of {len(plan)} blocks are recomputed in backward"
-        f"{interval}"
-    )
-
-
-def _family(block: BlockPlan) -> tuple[str, str]:
-    return split_name(block.name)[0], block.class_name
-
-
-def _waiting_place(blocks: Sequence[BlockPlan]) -> str:
-    """Where the saved tensors of these blocks are until backward."""
-    places = {
-        (block.offload or "on the device", "kept" if block.action == "keep" else "recomputed")
-        for block in blocks
-    }
-    if len({place for place, _ in places}) == 1:
-        return places.pop()[0]
-    return ", ".join(f"{place} ({kind})" for place, kind in sorted(places))
 
 
 def print_epochs(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:

@@ -19,7 +19,8 @@ from lightning_ckpt.core.verify import verify as verify_step
 from lightning_ckpt.extra_steps import extra_steps
 from lightning_ckpt.fitting import FitPlan
 from lightning_ckpt.ranks import from_all_ranks
-from lightning_ckpt.summary import origin, print_report
+from lightning_ckpt.rows import origin
+from lightning_ckpt.summary import print_report
 
 
 def verify(
