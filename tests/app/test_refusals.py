@@ -10,7 +10,7 @@ from app_helpers import Compose
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from lightning_ckpt import config as config_module
+from lightning_ckpt import schemas
 from lightning_ckpt.config import check
 
 
@@ -112,7 +112,7 @@ def test_missing_transformers_names_the_extra(
     compose_app: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = compose_app("model=hf_causal_lm")
-    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(schemas, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=re.escape("pip install 'lightning-ckpt[hf]'")):
         check(config)
 
