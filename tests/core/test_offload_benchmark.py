@@ -37,7 +37,7 @@ def test_rows_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(offload, "PinnedPool", lambda size: pool.PinnedPool(size, pin=False))
     monkeypatch.setattr(pool, "_CHUNK_BYTES", 2**16)
     seen = {}
-    with on(FakeGpu(lambda below: 0)):
+    with on(FakeGpu(lambda below: 0, torch.device("cpu"))):
         device = torch.device("cuda")
         for name, config in benchmark.configs_for(device, None):
             config = type(config)(**{**vars(config), "min_bytes": 0})

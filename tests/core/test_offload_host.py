@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import NUM_BYTES, FakeGpu, FakeStream, Training, on
+from fake_device import NUM_BYTES, Copy, FakeGpu, FakeStream, Training, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_ckpt.core.offload import host
 from lightning_ckpt.core.offload import pool as pools
 from lightning_ckpt.core.offload.host import HostTarget
 from lightning_ckpt.core.offload.pool import PinnedPool
@@ -90,7 +91,7 @@ def test_copies_are_right_however_late_they_are(
     choose = random.Random(seed).randrange
     gpu = FakeGpu(choose)
     with on(gpu):
-        pool = PinnedPool(num_rooms * NUM_BYTES, pin=False)
+        pool = PinnedPool(num_rooms * NUM_BYTES)
         Training(gpu, HostTarget(pool), prefetch, keep_last).any_steps(choose)
     assert gpu.wrong == []
 
@@ -98,9 +99,9 @@ def test_copies_are_right_however_late_they_are(
 def test_time_that_the_device_waited_is_counted() -> None:
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
-        target = HostTarget(PinnedPool(2**20, pin=False))
+        target = HostTarget(PinnedPool(2**20))
         scheduler = Scheduler(target, prefetch=0, keep_last=0)
-        place = scheduler.save(scheduler.open_call(), torch.zeros(100))
+        place = scheduler.save(scheduler.open_call(), gpu.allocate(400))
         scheduler.settle()
         gpu.finish()
         assert target.seconds_waited() == pytest.approx(0.001)
@@ -114,7 +115,7 @@ def test_the_stream_that_made_a_source_waits_for_its_copy_whichever_is_current()
     """Its memory goes to work that comes later on that stream."""
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
-        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 0, 0)
+        training = Training(gpu, HostTarget(PinnedPool(2**20)), 0, 0)
         training.forward()
         with FakeStream(gpu):
             training.scheduler.settle()
@@ -127,7 +128,7 @@ def test_what_was_fetched_and_dropped_stays_until_its_copy_has_ended() -> None:
     """No code runs when it is dropped: it would swallow a Ctrl-C."""
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
-        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
+        training = Training(gpu, HostTarget(PinnedPool(2**20)), 1, 0)
         num_free = training.leave(2)
         training.backward(-1)
         assert training.scheduler.counts.num_ahead == 1
@@ -144,33 +145,41 @@ def test_what_was_fetched_for_nothing_is_free_for_work_that_comes_after_its_copy
     """The stream that it is of waits; the host does not."""
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
-        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
-        num_free = training.leave(4)
-        training.backward(-1)
-        assert len(gpu.free) == num_free - 1, "what comes next was fetched"
+        training = Training(gpu, HostTarget(PinnedPool(2**20)), 1, 0)
+        training.leave(3)
+        num_free = fetch_the_last_ahead(training)
+        assert len(gpu.free) == num_free - 1
         training.backward(0)
         assert len(gpu.free) == num_free
+        while gpu.current.step():  # as far as it comes by itself
+            pass
         gpu.finish()
     assert gpu.wrong == []
 
 
-def test_what_is_used_on_another_stream_than_it_was_fetched_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def fetch_the_last_ahead(training: Training) -> int:
+    """What the last call saved comes back, and nothing else: one that saved nothing is asked for.
+    Says how much memory was free before."""
+    last = training.scheduler.open_call()
+    training.gpu.finish()
+    training.scheduler.look()
+    num_free = len(training.gpu.free)
+    training.scheduler.touch(last)
+    assert training.scheduler.counts.num_ahead == 1
+    return num_free
+
+
+def test_what_is_used_on_another_stream_than_it_was_fetched_on() -> None:
     """The allocator is told of that stream, and both wait for the copy: here the bytes are asked
     for on the one, and then on the other."""
-    told: list[tuple[torch.Tensor, Any]] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: told.append(args))
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
-        training = Training(gpu, HostTarget(PinnedPool(2**20, pin=False)), 1, 0)
+        training = Training(gpu, HostTarget(PinnedPool(2**20)), 1, 0)
         tensor, call = gpu.allocate(NUM_BYTES), training.scheduler.open_call()
         tensor.fill_(7)
         places = [training.scheduler.save(call, tensor) for _ in range(2)]
         del tensor
-        training.leave()
-        training.backward(-1)
-        assert training.scheduler.counts.num_ahead == 1
+        fetch_the_last_ahead(training)
         other, home = FakeStream(gpu), gpu.current
         storages = []
         for stream, place in zip((other, home), places, strict=True):
@@ -178,7 +187,7 @@ def test_what_is_used_on_another_stream_than_it_was_fetched_on(
                 storages.append(training.scheduler.use(place))
                 memory = gpu.raw(as_bytes(storages[-1]))
                 stream.add(lambda memory=memory: gpu.look(memory, 7))
-        assert [stream for _, stream in told] == [other]
+        assert list(gpu.users.values()) == [[other]]
         for stream in (other, home):
             while stream.step():
                 pass
@@ -189,9 +198,9 @@ def test_what_is_used_on_another_stream_than_it_was_fetched_on(
 def test_who_settles_waits_for_the_device() -> None:
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
-        target = HostTarget(PinnedPool(2**20, pin=False))
+        target = HostTarget(PinnedPool(2**20))
         scheduler = Scheduler(target, prefetch=0, keep_last=0)
-        place = scheduler.save(scheduler.open_call(), torch.zeros(100))
+        place = scheduler.save(scheduler.open_call(), gpu.allocate(400))
         scheduler.settle()
         assert place.slot.source.tensor is None
         assert target.moved()[0].num_bytes == 400
@@ -200,9 +209,9 @@ def test_who_settles_waits_for_the_device() -> None:
 def test_copies_that_have_ended_are_timed() -> None:
     gpu = FakeGpu(lambda below: 0)
     with on(gpu):
-        target = HostTarget(PinnedPool(2**20, pin=False))
+        target = HostTarget(PinnedPool(2**20))
         scheduler = Scheduler(target, prefetch=0, keep_last=0)
-        places = [scheduler.save(scheduler.open_call(), torch.zeros(100)) for _ in range(2)]
+        places = [scheduler.save(scheduler.open_call(), gpu.allocate(400)) for _ in range(2)]
         assert target.moved() == ((0, 0.0), (0, 0.0)), "the device did nothing so far"
         gpu.finish()
         assert target.moved() == ((800, pytest.approx(0.002)), (0, 0.0))
@@ -211,3 +220,70 @@ def test_copies_that_have_ended_are_timed() -> None:
         out, back = target.moved()
         assert out.bytes_per_second == pytest.approx(400_000)
         assert back == (400, pytest.approx(0.001))
+
+
+def test_copies_run_on_a_stream_of_their_own_and_let_nobody_wait() -> None:
+    """Between the device and pinned memory: of other memory the host would wait."""
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        training = Training(gpu, HostTarget(PinnedPool(2**20)), 1, 0)
+        training.forward()
+        training.forward()
+        assert gpu.now == 0, "the host has waited for the device"
+        gpu.finish()
+        training.scheduler.look()
+        begin = gpu.now
+        training.backward(-1)
+        assert gpu.now == begin, "the host has waited for the device"
+        gpu.finish()
+    home, beside = gpu.streams
+    assert gpu.current is home
+    assert gpu.copies == [Copy(beside, is_out, True) for is_out in (True, True, False, False)]
+
+
+def test_a_copy_out_that_has_ended_costs_the_compute_nothing() -> None:
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        target = HostTarget(PinnedPool(2**20))
+        scheduler = Scheduler(target, prefetch=0, keep_last=0)
+        source = gpu.allocate(NUM_BYTES)
+        place = scheduler.save(scheduler.open_call(), source)
+        gpu.finish()
+        scheduler.look()
+        assert place.slot.source.tensor is None
+        assert gpu.current.query(), "it waits for something"
+        assert target.seconds_waited() == 0
+
+
+def test_what_is_known_of_copies_and_waits_does_not_grow() -> None:
+    """Nobody asks for it in most trainings."""
+    gpu = FakeGpu(lambda below: 0)
+    with on(gpu):
+        target = HostTarget(PinnedPool(2**20))
+        training = Training(gpu, target, 0, 0)
+        for _ in range(100):
+            training.leave()
+            training.backward(-1)
+            gpu.finish()
+    known = target._streams
+    for growing in (known._waits, known._copies, known.out._new, known.back._new):
+        assert len(growing) <= 1
+    assert known.moved() == ((100 * NUM_BYTES, pytest.approx(0.1)),) * 2
+
+
+def test_another_thread_may_use_what_has_arrived_while_one_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two schedulers, say, of a thread each, have what is arriving in common."""
+    arriving: dict[int, Any] = {}
+
+    class Stream:
+        def query(self) -> bool:
+            arriving.clear()
+            arriving[3] = self, None
+            return True
+
+    arriving.update({1: (Stream(), None), 2: (Stream(), None)})
+    monkeypatch.setattr(host, "_arriving", arriving)
+    HostTarget(PinnedPool(2**20)).look()
+    assert list(arriving) == [3]

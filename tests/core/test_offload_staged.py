@@ -53,7 +53,7 @@ class Machine(FakeGpu):
     def __init__(self, directory: str, num_rooms: int, choose: Callable[[int], int]) -> None:
         super().__init__(choose)
         self.worker = LateWorker()
-        self.pool = PinnedPool(num_rooms * NUM_BYTES, pin=False)
+        self.pool = PinnedPool(num_rooms * NUM_BYTES)
         disk = DiskTarget(directory)
         disk.worker = self.worker  # type: ignore[assignment]
         self.target = StagedTarget(disk, self.pool)
@@ -78,7 +78,7 @@ class Machine(FakeGpu):
         """How many rooms were taken and not given back."""
         self.finish()
         self.worker.progress(10**6)
-        assert self.target._stage.take(1, torch.device("cpu"))  # looks through what was returned
+        assert self.target._stage.take(1, self.device)  # looks through what was returned
         return self.pool._used // NUM_BYTES
 
 
@@ -89,7 +89,6 @@ def machine(
     with TemporaryDirectory() as directory:
         made = Machine(directory, num_rooms, choose)
         with on(made), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(staged, "is_of_the_host", lambda device: False)
             patch.setattr(staged, "plain_memory", made.plain_memory)
             yield made
 
@@ -255,7 +254,7 @@ def test_a_buffer_is_not_used_again_while_the_thread_is_at_it(
         arrival = parcel.fetch() if call == "preadv" else None
         assert begun.wait(30)
         del parcel, arrival
-        rooms = [target._stage.take(NUM_BYTES, torch.device("cpu")) for _ in range(3)]
+        rooms = [target._stage.take(NUM_BYTES, made.device) for _ in range(3)]
         assert made.pool._used == 4 * NUM_BYTES, "the one that is written from, and these"
         gate.set()
         assert rooms

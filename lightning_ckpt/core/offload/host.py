@@ -74,21 +74,18 @@ class _HostArrival(Arrival):
 
     def __init__(self, streams: Streams, room: Room, device: torch.device) -> None:
         self._streams = streams
-        self._room = room
-        self._bytes: Tensor | None = device_streams.allocate(room.bytes.nbytes, device)
+        self._bytes = device_streams.allocate(room.bytes.nbytes, device)
         _arriving[id(self._bytes)] = streams.of(device), self._bytes
         self._home, self._copied = streams.copy(room.bytes, self._bytes, device, streams.back)
 
     def wait(self) -> torch.UntypedStorage:
-        assert self._bytes is not None
         current = torch.accelerator.current_stream(self._bytes.device)
         self._streams.wait_for(self._copied, current)
         if current != self._home:
             self._home.wait_event(self._copied)
             self._bytes.record_stream(current)
-        storage = self._bytes.untyped_storage()
         self._let_go()
-        return storage
+        return self._bytes.untyped_storage()
 
     def abandon(self) -> None:
         self._home.wait_event(self._copied)
@@ -96,4 +93,3 @@ class _HostArrival(Arrival):
 
     def _let_go(self) -> None:
         _arriving.pop(id(self._bytes), None)
-        self._bytes = None

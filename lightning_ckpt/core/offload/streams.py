@@ -44,7 +44,6 @@ class Streams:
         before = _record(stream)
         stream.wait_event(event)
         self._waits.append((before, _record(stream)))
-        self._sum_up()
 
     def copy(
         self, source: Tensor, into: Tensor, device: torch.device, timer: Timer
