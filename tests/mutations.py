@@ -241,7 +241,7 @@ MUTATIONS = [
         f"{CORE}/offload/disk.py",
         "if self._process != os.getpid():",
         "if False:",
-        ("tests/core/test_offload_disk.py",),
+        ("tests/core/test_offload_fork.py",),
     ),
     Mutation(
         "memory that a copy writes to is held",

@@ -277,95 +277,12 @@ def test_file_and_thread_end_with_the_handle(tmp_path: Path) -> None:
     assert not _open_file(os.getpid(), tmp_path)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_copies_for_itself(tmp_path: Path) -> None:
-    """The thread is not there in the child: whoever needs a copy makes it."""
-    model = Stack(MlpBlock, 4)
-    with apply_partial_checkpoint(model, offload=config(tmp_path)):
-        forward(model).backward()
-        child = os.fork()
-        if child == 0:
-            try:
-                forward(model).backward()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        end = time.monotonic() + 30
-        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
-            time.sleep(0.01)
-        if ended[0] == 0:
-            os.kill(child, signal.SIGKILL)
-        assert ended == (child, 0)
-
-
-FORKED = """
-import os, signal, sys, torch
-from lightning_ckpt.core.offload.disk import DiskTarget
-from lightning_ckpt.core.offload.targets import Source
-target = DiskTarget(sys.argv[1])
-before = target.send(Source(torch.full((1024,), 1.0)))
-before.finish()
-other, ours = os.pipe(), os.pipe()
-child = os.fork()
-signal.alarm(60)  # a hang ends it
-value = 2.0 if child == 0 else 3.0
-after = target.send(Source(torch.full((1024,), value)))
-after.finish()
-os.write((other if child == 0 else ours)[1], b"x")
-os.read((ours if child == 0 else other)[0], 1)
-for parcel, expected in ((before, 1.0), (after, value)):
-    storage = parcel.fetch().wait()
-    assert torch.empty(0).set_(storage, 0, (1024,), (1,)).eq(expected).all()
-if child != 0:
-    assert os.waitpid(child, 0) == (child, 0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_fork_writes_to_a_file_of_its_own(tmp_path: Path) -> None:
-    """Both processes send what they have after the fork, and ask for it when both have. In a
-    process of its own: what other tests left running (threads of torch) may hang in a fork."""
-    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_in_the_middle_of_a_copy_is_no_hang(worker: Worker) -> None:
-    gate, begun = threading.Event(), threading.Event()
-    job = Job(lambda: begun.set() or (gate.wait(30) and None))
-    worker.add(job)
-    assert begun.wait(30)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # a hang ends it
-        try:
-            job.wait()
-        except RuntimeError as error:
-            os._exit("fork" not in str(error))
-        finally:
-            os._exit(2)
-    gate.set()
-    assert os.waitpid(child, 0) == (child, 0)
-
-
 # --- jobs
 
 
 @pytest.fixture
 def worker() -> Worker:
     return Worker(lambda: None)
-
-
-def test_a_fork_while_the_thread_looks_at_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the lock for a moment, and never lets go of it in the child."""
-    job = Job(lambda: None)
-    job.run()
-    job._lock.acquire()
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    job.wait()
 
 
 def test_a_job_is_done_once(worker: Worker) -> None:

@@ -27,7 +27,7 @@ from lightning_ckpt.core.offload.targets import (
     Timer,
     as_bytes,
 )
-from lightning_ckpt.core.offload.worker import Job, Worker
+from lightning_ckpt.core.offload.worker import Job, Worker, check_process
 
 
 class NamelessFile:
@@ -141,7 +141,7 @@ class DiskTarget(Target):
             owner: held until they are written.
             ready: waits, in the thread that writes, until the bytes are there.
         """
-        if self._process != os.getpid():  # a fork: the file is the other one's, who writes to it
+        if self._process != os.getpid():  # Note: [Forks]
             self._begin(self.file.directory)
         self.moved()
         for offset, length, num_bytes in self._lent.ended():
@@ -187,6 +187,7 @@ class DiskParcel(Parcel):
         self.file = target.file
         self.stretch = stretch
         self._worker = target.worker
+        self._process = os.getpid()
         self._num_bytes = data.nbytes
         self._source: tuple[Tensor, object] | None = data, owner
         self._ready = ready
@@ -214,7 +215,12 @@ class DiskParcel(Parcel):
         return self.read_into(data, owner=data)
 
     def read_into(self, data: Tensor, owner: object) -> "DiskArrival":
-        """Start to read, once it is written, into flat bytes of `owner` in memory of the host."""
+        """Start to read, once it is written, into flat bytes of `owner` in memory of the host.
+
+        Raises:
+            RuntimeError: another process wrote it.
+        """
+        check_process(self._process)
         return DiskArrival(self, self._worker, data, owner)
 
 

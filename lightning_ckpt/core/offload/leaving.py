@@ -88,6 +88,13 @@ class Leaving:
         while self._copies:
             self._end_oldest()
 
+    def forget(self) -> None:
+        """Let those stay that are under way."""
+        while self._copies:
+            slot = self._copies.popleft().slot()
+            if slot is not None:
+                slot.parcel = None
+
     def _are_too_many(self) -> bool:
         """Whether the compute has to wait, so that what is held for copies has a bound. The newest
         may always go."""

@@ -22,11 +22,14 @@ in a row get as an argument (a mask, what an encoder gave) is held by more than 
 there twice when it is back, so it stays.
 """
 
+import os
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +72,19 @@ class Scheduler:
         self._window: list[weakref.ref[Slot]] = []
         self._slots: StorageMap[weakref.ref[Slot]] = StorageMap()
         self._arguments: StorageMap[int] = StorageMap()  # numbers of calls; -1: of several
-        self.lock = threading.RLock()  # backward runs in threads of its own
+        self._lock = threading.RLock()  # backward runs in threads of its own
+        self._process = os.getpid()
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held by whoever uses this. Nobody would let go of it after a fork: Note: [Forks]."""
+        if self._process != os.getpid():
+            self._leaving.forget()
+            self._slots.clear()
+            self._wave = Wave()
+            self._lock = threading.RLock()
+            self._process = os.getpid()
+        return self._lock
 
     def open_call(self) -> Call:
         """A block is called. What is no longer among the newest leaves.

@@ -1,8 +1,14 @@
 """A thread that writes and reads, and that nobody has to wait for.
 
 One thread of the standard library does the jobs in order; whoever needs one that the thread has not
-begun with does it itself, so nobody waits for a thread that hangs behind others' work, or that a
-fork has left behind.
+begun with does it itself, so nobody waits for a thread that hangs behind others' work.
+
+Note: [Forks]
+A process that is forked in here (a data loader's worker) has copies of all objects, but none of the
+threads, and their locks as they were. The file is one for both, and its stretches are the other's
+to use again: what is written there by one of them may lie where the other has put something new. So
+a fork does nothing for the other one: it has a file, a thread and locks of its own, what had not
+left stays, and what lies in the other's file is an error.
 """
 
 import os
@@ -28,12 +34,11 @@ class Job:
         """Do it, unless somebody did; wait for whoever does.
 
         Raises:
-            RuntimeError: this process was forked while the other one did it.
+            RuntimeError: it is that of a process that forked this one (Note: [Forks]).
         """
-        if self._is_done:  # whoever holds the lock only looks, as the thread may at a fork
+        if self._is_done:
             return
-        if self._process != os.getpid() and self._lock.locked():
-            raise RuntimeError("the thread that copies offloaded tensors has ended in a copy: fork")
+        check_process(self._process)
         with self._lock:
             if self._is_done:
                 return
@@ -51,6 +56,23 @@ class Job:
         self.run()
         if self.error is not None:
             raise self.error
+
+
+def check_process(process: int) -> None:
+    """Refuse what belongs to another process (Note: [Forks]).
+
+    Args:
+        process: its id.
+
+    Raises:
+        RuntimeError: it is not this one.
+    """
+    if process != os.getpid():
+        raise RuntimeError(
+            "a tensor was offloaded before this process was forked, and lies in a file of the "
+            "other process, which may have written there since; call the model in this process, "
+            "and backward after that"
+        )
 
 
 class Worker:
