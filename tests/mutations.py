@@ -40,6 +40,7 @@ FAKE = "tests/core/test_fake.py"
 BY_SIZE, FITTED = "tests/core/test_by_size.py", "tests/core/test_fitted.py"
 CHANGING = "tests/core/test_changing_plans.py"
 TIMELINE, MEASURE = "tests/core/test_memory_timeline.py", "tests/core/test_measure.py"
+HOST, FORK = "tests/core/test_offload_host.py", "tests/core/test_offload_fork.py"
 REPEAT, UNDO = "tests/core/test_repeat.py", "tests/core/test_undo.py"
 SURVIVING = "tests/lightning/test_surviving.py"
 
@@ -249,6 +250,90 @@ MUTATIONS = [
         "        _arriving[id(self._bytes)] = streams.of(device), self._bytes\n",
         "",
         ("tests/core/test_offload_host.py",),
+    ),
+    Mutation(
+        "copies run beside the compute",
+        f"{CORE}/offload/streams.py",
+        "        with stream:\n",
+        "        if True:\n",
+        (HOST,),
+    ),
+    Mutation(
+        "a copy does not let the host wait",
+        f"{CORE}/offload/streams.py",
+        ", non_blocking=True",
+        "",
+        (HOST,),
+    ),
+    Mutation(
+        "bytes come back to the device",
+        f"{CORE}/offload/streams.py",
+        ", device=device)",
+        ")",
+        (HOST,),
+    ),
+    Mutation(
+        "times are told of what has come",
+        f"{CORE}/offload/streams.py",
+        "while self._waits and self._waits[0][1].query():",
+        "while self._waits:",
+        (HOST,),
+    ),
+    Mutation(
+        "what is known of copies does not grow",
+        f"{CORE}/offload/streams.py",
+        "into.nbytes, timer))\n        self._sum_up()\n",
+        "into.nbytes, timer))\n",
+        (HOST,),
+    ),
+    Mutation(
+        "a copy that has ended costs the compute nothing",
+        f"{CORE}/offload/streams.py",
+        "        if self.copied.query():\n            return\n",
+        "",
+        (HOST,),
+    ),
+    Mutation(
+        "what was fetched for nothing is free after its copy",
+        f"{CORE}/offload/host.py",
+        "        self._home.wait_event(self._copied)\n        self._let_go()",
+        "        self._let_go()",
+        (HOST,),
+    ),
+    Mutation(
+        "two streams use what one has fetched",
+        f"{CORE}/offload/host.py",
+        "            self._home.wait_event(self._copied)\n            self._bytes",
+        "            self._bytes",
+        (HOST,),
+    ),
+    Mutation(
+        "a fork does no job of the other process",
+        f"{CORE}/offload/worker.py",
+        "        check_process(self._process)\n",
+        "",
+        (FORK,),
+    ),
+    Mutation(
+        "a fork reads nothing of the other process",
+        f"{CORE}/offload/disk.py",
+        "        check_process(self._process)\n",
+        "",
+        (FORK,),
+    ),
+    Mutation(
+        "what was under way stays in a fork",
+        f"{CORE}/offload/schedule.py",
+        "            self._leaving.forget()\n",
+        "",
+        (FORK,),
+    ),
+    Mutation(
+        "a fork has a lock of its own",
+        f"{CORE}/offload/schedule.py",
+        "            self._lock = threading.RLock()\n",
+        "",
+        (FORK,),
     ),
     Mutation(
         "a buffer is the device's until its copy has ended",

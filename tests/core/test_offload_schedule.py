@@ -170,6 +170,8 @@ def test_an_entry_is_not_ended_by_a_dead_one_with_its_key() -> None:
         assert known.get(storage) == number
         del storage
     assert len(keys) < 100, "no storage had the key of one before"
+    assert len(known) == 0
+    assert known._lifetimes._known == {}, "what is dead is still known"
 
 
 def test_a_storage_that_an_interrupt_left_without_a_value() -> None:
