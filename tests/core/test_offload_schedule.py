@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offload_fakes import FakeTarget, ask, forward, is_here, restored, tensor
 from torch import Tensor
 
-from lightning_ckpt.core.offload import leaving, schedule
+from lightning_ckpt.core.offload import leaving, slots
 from lightning_ckpt.core.offload.schedule import Scheduler
 from lightning_ckpt.core.offload.slots import Call, Place, live
 from lightning_ckpt.core.offload.storages import StorageMap
@@ -86,7 +86,7 @@ def test_the_orders_that_are_remembered_have_a_bound() -> None:
     for length in range(1, 40):
         places = forward(scheduler, list(range(length)))
         ask(places[0])
-    assert len(scheduler._orders) == schedule._MOST_ORDERS
+    assert len(scheduler._orders) == slots._MOST_ORDERS
 
 
 def test_what_was_fetched_for_nothing_is_let_go() -> None:

@@ -26,7 +26,6 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,11 +35,9 @@ from torch import Tensor
 
 from lightning_ckpt.core._torch import tensor_version
 from lightning_ckpt.core.offload.leaving import Counts, Leaving
-from lightning_ckpt.core.offload.slots import Call, Place, Slot, Wave, live
+from lightning_ckpt.core.offload.slots import Call, Orders, Place, Slot, Wave, live
 from lightning_ckpt.core.offload.storages import StorageMap
 from lightning_ckpt.core.offload.targets import Source, Target
-
-_MOST_ORDERS = 16  # waves of so many different lengths are remembered
 
 
 class Scheduler:
@@ -63,7 +60,7 @@ class Scheduler:
         self._keep_last = keep_last
         self._is_steady = is_steady
         self._wave = Wave()
-        self._orders: OrderedDict[int, list[int]] = OrderedDict()  # by number of calls
+        self._orders = Orders()
         self._recent: list[weakref.ref[Call]] = []
         self._leaving = Leaving(self.counts)
         self._num_opened = 0
@@ -252,7 +249,7 @@ class Scheduler:
         self._current = weakref.ref(call)
         wave = call.wave
         if wave.expected is None:
-            self._expect(wave)
+            self._orders.expect(wave)
             if self._is_steady:
                 self._leaving.settle()
         if not call.is_asked_for:
@@ -269,15 +266,6 @@ class Scheduler:
             slot.is_wanted = True
             self._bring(slot, ahead=slot not in own)
         self._begin(f"the backward of block {call.position + 1} of {wave.num_calls} offloaded ones")
-
-    def _expect(self, wave: Wave) -> None:
-        """Note: [Order]."""
-        learned = list(self._orders.pop(wave.num_calls, ()))
-        rest = [p for p in reversed(range(wave.num_calls)) if p not in learned]
-        wave.expected = learned + rest
-        self._orders[wave.num_calls] = wave.order
-        if len(self._orders) > _MOST_ORDERS:
-            self._orders.popitem(last=False)
 
     def _bring(self, slot: Slot, ahead: bool) -> None:
         """Start to bring its bytes back, if they are not here."""

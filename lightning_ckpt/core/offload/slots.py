@@ -1,6 +1,7 @@
 """What the schedule is about: saved storages, the calls that saved them, and waves of calls."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +13,9 @@ from lightning_ckpt.core.offload.targets import Arrival, Parcel, Source
 
 if TYPE_CHECKING:
     from lightning_ckpt.core.offload.schedule import Scheduler
+
+
+_MOST_ORDERS = 16  # waves of so many different lengths are remembered
 
 
 class Slot:
@@ -104,6 +108,25 @@ class Wave:
     def _call_at(self, position: int) -> Call | None:
         reference = self._calls.get(position)
         return None if reference is None else reference()
+
+
+class Orders:
+    """In what order backward asked for the calls of former waves: Note: [Order] of the schedule."""
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[int, list[int]] = OrderedDict()  # by number of calls
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def expect(self, wave: Wave) -> None:
+        """Backward of this wave begins."""
+        learned = list(self._orders.pop(wave.num_calls, ()))
+        rest = [p for p in reversed(range(wave.num_calls)) if p not in learned]
+        wave.expected = learned + rest
+        self._orders[wave.num_calls] = wave.order
+        if len(self._orders) > _MOST_ORDERS:
+            self._orders.popitem(last=False)
 
 
 class Place(NamedTuple):
