@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import NUM_BYTES, FakeGpu, Training, on
+from fake_device import NUM_BYTES, Copy, FakeGpu, Training, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -118,6 +118,15 @@ def test_a_source_is_let_go_when_the_device_is_done_with_it_and_not_when_it_is_w
         assert source.tensor is None
         (write,) = made.worker.jobs
         assert not write.has_ended()
+
+
+def test_copies_out_run_beside_the_compute_and_copies_back_in_it() -> None:
+    with machine() as made:
+        training = Training(made, made.target, 0, 0)
+        training.leave()
+        training.backward(-1)
+        home, beside = made.streams
+        assert made.copies == [Copy(beside, True, True), Copy(home, False, True)]
 
 
 @pytest.mark.parametrize("num_rooms", [0, 1, 2, 5])
