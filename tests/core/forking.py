@@ -95,11 +95,10 @@ def files() -> None:
         for parcel in sent:
             assert is_refused(parcel.fetch)
 
-    del parcel
     child = fork(work)
-    sent.pop()  # so there is something else by the time that the child asks for it
     send(3, ours[1], other[0])
-    check(sent[0].fetch().wait(), 1)
+    for parcel, value in zip(sent, (1, 5), strict=True):
+        check(parcel.fetch().wait(), value)
     join(child, "files")
 
 

@@ -89,6 +89,35 @@ def test_the_orders_that_are_remembered_have_a_bound() -> None:
     assert len(scheduler._orders) == slots._MOST_ORDERS
 
 
+def test_the_order_that_was_not_needed_for_longest_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slots, "_MOST_ORDERS", 2)
+    scheduler = Scheduler(FakeTarget(), prefetch=1, keep_last=0)
+    counts = scheduler.counts
+
+    def num_on_demand(length: int) -> int:
+        """In a backward that begins with the first call, each time."""
+        places, before = forward(scheduler, list(range(length))), counts.num_on_demand
+        assert [ask(places.pop(n)) for n in range(length)] == list(range(length))
+        return counts.num_on_demand - before
+
+    for length, is_known in ((3, False), (4, False), (3, True), (5, False), (3, True), (4, False)):
+        assert (num_on_demand(length) == 1) == is_known
+
+
+def test_what_was_asked_for_is_not_expected_again() -> None:
+    """Neither after the last call nor where one was asked for twice; graphs are kept."""
+    scheduler = Scheduler(FakeTarget(), prefetch=1, keep_last=0)
+    for step in range(3):
+        places = forward(scheduler, list(range(4)))
+        before = scheduler.counts.num_on_demand
+        for number in (3, 2, 3, 1, 0) if step == 0 else (3, 2, 1, 0):
+            assert ask(places[number]) == number
+        assert not any(is_here(places[number]) for number in (3, 2, 1))
+        assert step == 0 or scheduler.counts.num_on_demand == before + 1
+
+
 def test_what_was_fetched_for_nothing_is_let_go() -> None:
     scheduler = Scheduler(FakeTarget(), prefetch=2, keep_last=0)
     places = forward(scheduler, list(range(9)))
@@ -587,7 +616,7 @@ class Machine:
         for place in (saved.place for saved in self.saved):
             slot = place.slot
             is_newest = slot.last_call is not None and slot.last_call() in recent
-            is_refused = slot.parcel is None  # no room, or changed
+            is_refused = slot.parcel is None  # no room
             is_shared = slot in live(self.scheduler._shared)  # until a call ends without an error
             assert not is_here(place) or is_newest or slot in window or is_refused or is_shared
         if current is not None:

@@ -105,6 +105,21 @@ def test_arguments_of_two_calls_in_a_row_stay() -> None:
     assert scheduler.counts.in_bytes <= 3 * 64
 
 
+def test_what_stays_is_here_wherever_backward_turns() -> None:
+    scheduler = Scheduler(FakeTarget(), prefetch=0, keep_last=0, is_steady=True)
+    mask, places = tensor(7), []
+    for _ in range(2):
+        call = scheduler.open_call()
+        scheduler.take(mask)
+        places.append(scheduler.save(call, mask))
+        scheduler.close_call()
+    del mask
+    _, (other,) = call_of(scheduler, 5)
+    assert [ask(places[1]), ask(other)] == [7, 5]
+    assert places[0].slot.is_out
+    assert is_here(places[0])
+
+
 def test_arguments_of_calls_apart_do_not_stay() -> None:
     scheduler = Scheduler(FakeTarget(), prefetch=0, keep_last=0, is_steady=True)
     skipped = tensor(7)

@@ -229,15 +229,11 @@ class Scheduler:
                 self._send(slot)
 
     def _send(self, slot: Slot) -> None:
-        source = slot.source
-        source.check()
-        if source.is_changed:  # for nothing: whoever asks for it gets an error
-            return
-        slot.parcel = self._target.send(source)
+        slot.parcel = self._target.send(slot.source)
         if slot.parcel is None:
-            self.counts.no_room_bytes += source.num_bytes
+            self.counts.no_room_bytes += slot.source.num_bytes
             return
-        self.counts.out_bytes += source.num_bytes
+        self.counts.out_bytes += slot.source.num_bytes
         self._leaving.add(slot, self._num_opened)
 
     # --- in
@@ -269,7 +265,7 @@ class Scheduler:
 
     def _bring(self, slot: Slot, ahead: bool) -> None:
         """Start to bring its bytes back, if they are not here."""
-        if not slot.is_away() or slot.source.is_changed:
+        if not slot.is_away():
             return
         assert slot.parcel is not None
         slot.arrival = slot.parcel.fetch()
