@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from lightning_ckpt.core.budget.able import choices, with_outputs_held, without_outputs_held
 from lightning_ckpt.core.budget.costs import Actions, Measurement, Prediction, predict
+from lightning_ckpt.core.budget.finding import Finder
 from lightning_ckpt.core.budget.merging import merged
-from lightning_ckpt.core.budget.planner import Needs, needs_of, search
 from lightning_ckpt.core.budget.words import BudgetTooSmall, format_bytes
 from lightning_ckpt.core.plan import Choice, Place, Plan, block_plan, is_offloaded
 
@@ -27,11 +26,10 @@ def fastest(step: Measurement, budget: int, allowed: Actions) -> list[Choice]:
     plain: list[Choice] = ["keep" if b in called else "recompute" for b in range(len(step.names))]
     if "keep" in allowed and predict(step, plain).peak <= budget:
         return plain
-    found = [search(needs, budget) for needs in _all_needs(step, allowed)]
-    fitting = [each for each in found if each and predict(step, each).peak <= budget]
-    if fitting:
-        return min(fitting, key=lambda each: predict(step, each).seconds)
-    least = least_peak(step, allowed)
+    finder = Finder(step, allowed)
+    if found := finder.within(budget):
+        return found
+    least = finder.least()
     if predict(step, least).peak > budget:
         raise _too_small(step, budget, least, allowed)
     return least
@@ -39,32 +37,7 @@ def fastest(step: Measurement, budget: int, allowed: Actions) -> list[Choice]:
 
 def least_peak(step: Measurement, allowed: Actions) -> list[Choice]:
     """The plan with the smallest peak of all."""
-    every: list[Choice] = ["recompute"] * len(step.names)
-    found = [every, *(_least_peak(step, needs) for needs in _all_needs(step, allowed))]
-    return min(found, key=lambda each: predict(step, each).peak)
-
-
-def _least_peak(step: Measurement, needs: Needs) -> list[Choice]:
-    best: list[Choice] = ["recompute"] * len(step.names)
-    low, high = 0, predict(step, best).peak
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = search(needs, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, min(middle, predict(step, found).peak)
-    return best
-
-
-def _all_needs(step: Measurement, allowed: Actions) -> list[Needs]:
-    """What the search is to be tried with: a block's input may be held by the block that gave it as
-    well, and then offload frees nothing. Either that is taken for granted, or excluded."""
-    able = choices(step, allowed)
-    if not any(is_offloaded(choice) for choice in allowed):
-        return [needs_of(step, able)]
-    sure, apart = with_outputs_held(step, able), without_outputs_held(step, able)
-    return [needs_of(sure, able), *([] if apart == able else [needs_of(step, apart)])]
+    return Finder(step, allowed).least()
 
 
 def _too_small(

@@ -124,6 +124,16 @@ class Prediction(NamedTuple):
 
 def predict(step: Measurement, actions: Actions) -> Prediction:
     """Go through the measured step again under other actions, one for each block."""
+    peaks = predicted_peaks(step, actions)
+    worst = max(range(len(peaks)), key=peaks.__getitem__, default=0)
+    again = sum(call.options[actions[call.block]].seconds for call in step.calls)
+    all_again = sum(call.options["recompute"].seconds for call in step.calls)
+    peak = peaks[worst] if peaks else 0
+    return Prediction(peak, step.seconds - all_again + again, again, worst)
+
+
+def predicted_peaks(step: Measurement, actions: Actions) -> list[int]:
+    """The most live bytes in each segment under these actions; 0 where it is left out."""
     chosen = [call.options[actions[call.block]] for call in step.calls]
     doubled, given = [0] * len(chosen), set[int]()
     for index, (call, option) in enumerate(zip(step.calls, chosen, strict=True)):
@@ -135,16 +145,12 @@ def predict(step: Measurement, actions: Actions) -> Prediction:
         option = chosen[index]._replace(result=0) if index in given else chosen[index]
         for at, num_bytes in span.changes(option, doubled[index]):
             changes[at] += num_bytes
-    comes = next_recomputes(step)
-    peak = worst = 0
+    comes, peaks = next_recomputes(step), []
     for index, (segment, held) in enumerate(zip(step.segments, accumulate(changes), strict=False)):
         more = 0 if segment.call is None else rise(segment, chosen[segment.call])
         late = chosen[comes[index]].late if index in comes else 0
-        if more is not None and segment.peak + held + late + more > peak:
-            peak, worst = segment.peak + held + late + more, index
-    again = sum(option.seconds for option in chosen)
-    all_again = sum(call.options["recompute"].seconds for call in step.calls)
-    return Prediction(peak, step.seconds - all_again + again, again, worst)
+        peaks.append(0 if more is None else segment.peak + held + late + more)
+    return peaks
 
 
 class Span(NamedTuple):
