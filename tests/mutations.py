@@ -43,6 +43,8 @@ TIMELINE, MEASURE = "tests/core/test_memory_timeline.py", "tests/core/test_measu
 HOST, FORK = "tests/core/test_offload_host.py", "tests/core/test_offload_fork.py"
 REPEAT, UNDO = "tests/core/test_repeat.py", "tests/core/test_undo.py"
 SURVIVING = "tests/lightning/test_surviving.py"
+FOUND, WEIGHED = "tests/core/test_offload_found.py", "tests/core/test_offload_weighed.py"
+BUDGET = f"{CORE}/budget"
 
 
 class Mutation(NamedTuple):
@@ -733,6 +735,90 @@ MUTATIONS = [
         "                self._classes.add(type(block))\n",
         "",
         (CHANGING,),
+    ),
+    Mutation(
+        "a result that its block holds stays when the next one offloads it",
+        f"{BUDGET}/needs.py",
+        "needs.beside.output[row, column] = option.output",
+        "needs.beside.output[row, column] = 0",
+        (FOUND,),
+    ),
+    Mutation(
+        "a result is there twice when its block has it back",
+        f"{BUDGET}/needs.py",
+        "needs.beside.result[row, column] = option.result",
+        "needs.beside.result[row, column] = 0",
+        (FOUND,),
+    ),
+    Mutation(
+        "a result that is held late",
+        f"{BUDGET}/needs.py",
+        "np.maximum(late, lates, out=late)",
+        "pass",
+        (FOUND,),
+    ),
+    Mutation(
+        "what goes by two choices is not taken for both",
+        f"{BUDGET}/planner.py",
+        "more = before.output if moves else before.result",
+        "more = before.output + before.result",
+        (FOUND,),
+    ),
+    Mutation(
+        "the search knows the choice before",
+        f"{BUDGET}/planner.py",
+        "first.setdefault(tuple(map(int, each)), column)",
+        "first.setdefault((), column)",
+        (FOUND,),
+    ),
+    Mutation(
+        "the forward asks last",
+        f"{BUDGET}/finding.py",
+        "frozenset(_forward_segments(step) if offloads else ())",
+        "frozenset[int]()",
+        (FOUND,),
+    ),
+    Mutation(
+        "changes of two blocks",
+        f"{BUDGET}/finding.py",
+        "for changes in (*ones, *twos):",
+        "for changes in ones:",
+        (FOUND,),
+    ),
+    Mutation(
+        "the least is improved, too",
+        f"{BUDGET}/finding.py",
+        "return self._improved(best, lambda each: (each.peak, each.seconds))",
+        "return best",
+        (FOUND,),
+    ),
+    Mutation(
+        "a call that is recomputed twice has no window",
+        f"{BUDGET}/waiting.py",
+        "found.pop(call, None)",
+        "pass",
+        (WEIGHED,),
+    ),
+    Mutation(
+        "what waits elsewhere needs room",
+        f"{BUDGET}/waiting.py",
+        "if more > free:",
+        "if False:",
+        (WEIGHED,),
+    ),
+    Mutation(
+        "copies that compute does not hide are waited for",
+        f"{BUDGET}/waiting.py",
+        "waited = max(0.0, out - out_window) + max(0.0, back - in_window)",
+        "waited = 0.0",
+        (WEIGHED,),
+    ),
+    Mutation(
+        "an input that others hold frees nothing",
+        f"{BUDGET}/inputs.py",
+        "return bool(boxes) and storage_uses(boxes[0].tensor) < uses_of_one + len(boxes)",
+        "return bool(boxes)",
+        (WEIGHED,),
     ),
 ]
 
