@@ -79,6 +79,11 @@ class BudgetedBatches(Attached):
         return self._plans is not None
 
     @property
+    def is_measuring(self) -> bool:
+        """Whether the batch in hand is measured."""
+        return self._now is not None
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the largest batch so far, None before there is one."""
         return None if self._plans is None else self._plans.largest().plan
@@ -87,7 +92,7 @@ class BudgetedBatches(Attached):
         """Lower the budget, as the batch ran out of memory within it; gives a plan for this batch,
         None where nothing is known of it."""
         handle = self._owner.handle
-        if self._plans is None or self._size_now is None or handle is None or self._now is not None:
+        if self._plans is None or self._size_now is None or handle is None or self.is_measuring:
             return None
         plan = self._plans.lower(self._size_now, handle.plan)
         self._budget = self._plans.budget  # for other blocks, too

@@ -160,7 +160,12 @@ class FitPlan:
         """
         if self.on_oom == "tighten" and self._surviving is None:
             self.num_oom = 0
-            self._surviving = Surviving(lambda: self.handle, self._tighter, self._follow_tighter)
+            self._surviving = Surviving(
+                lambda: self.handle,
+                self._tighter,
+                self._follow_tighter,
+                lambda: self._batches is not None and self._batches.is_measuring,
+            )
             self._surviving.attach(trainer)
 
     def _tighter(self, is_last: bool) -> Plan | None:

@@ -39,14 +39,20 @@ class Surviving(Attached):
         tighter: gives a plan that needs less, None if there is none. Its argument: whether there
             will be no other try.
         follow: puts it in force.
+        is_measured: whether the batch is measured for a budget.
     """
 
     def __init__(
-        self, handle: Callable[[], Handle | None], tighter: Tighter, follow: Follow
+        self,
+        handle: Callable[[], Handle | None],
+        tighter: Tighter,
+        follow: Follow,
+        is_measured: Callable[[], bool],
     ) -> None:
         self._handle = handle
         self._tighter = tighter
         self._follow = follow
+        self._is_measured = is_measured
         self._undo: Callable[[], None] | None = None
         self._sums: GradientSums | None = None
         self._has_tightened = False
@@ -91,6 +97,7 @@ class Surviving(Attached):
             self._tighter,
             partial(self._follow, module),
             trainer.strategy.root_device,
+            self._is_measured,
         )
         try:
             run = partial(closure.run, *args, **kwargs)

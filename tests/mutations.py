@@ -548,6 +548,13 @@ MUTATIONS = [
         (REPEAT,),
     ),
     Mutation(
+        "an error in a measured step",
+        f"{CORE}/out_of_memory/repeat.py",
+        "_MEASURED if retry.is_measured() else",
+        "_MEASURED if False else",
+        (SURVIVING,),
+    ),
+    Mutation(
         "errors of another kind",
         f"{CORE}/out_of_memory/repeat.py",
         "if not retry.is_out_of_memory(error):",

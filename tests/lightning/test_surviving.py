@@ -295,11 +295,24 @@ def test_with_a_budget_later_plans_have_less(ends: tuple[Any, int, int]) -> None
     assert_same(ours, plain)
 
 
-def test_the_measured_step_is_at_its_tightest() -> None:
-    callback = PartialCheckpoint(budget="1GiB", on_oom="tighten")
+def test_an_error_in_a_measured_step_says_so() -> None:
+    """There every block is recomputed as a whole, and nothing is offloaded whatever the words."""
+    callback = PartialCheckpoint(budget="1GiB", offload="disk", on_oom="tighten")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train([60], (0, 0), callback)
-    assert "at its tightest" in caught.value.__notes__[0]
+    (note,) = caught.value.__notes__
+    assert "was being measured for budget=, with every block recomputed" in note
+    assert "tightest" not in note
+    assert callback.num_oom == 0
+
+
+def test_a_step_after_the_measured_one_is_at_its_tightest() -> None:
+    callback = PartialCheckpoint(budget="1GiB", on_oom="tighten")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train([60, 70, 80, 90, 100, 110], (1, 4), callback)
+    (note,) = caught.value.__notes__
+    assert "at its tightest" in note
+    assert "measured" not in note
 
 
 def test_a_plan_of_ones_own(plain: Any) -> None:

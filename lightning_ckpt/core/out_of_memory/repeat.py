@@ -24,6 +24,16 @@ from lightning_ckpt.core.plan import Plan
 
 NUM_TRIES = 3  # the last of them recomputes every block
 
+_TIGHTEST = (
+    "the plan is at its tightest, every block is recomputed as a whole, after {} repeats; what "
+    "else helps: offload=True, a smaller batch"
+)
+_MEASURED = (
+    "the batch was being measured for budget=, with every block recomputed as a whole and nothing "
+    "offloaded, so there is no tighter plan to measure it under; what helps: a smaller batch, or "
+    "every_n=1 with offload=True instead of the budget, which offloads from the first step on"
+)
+
 R = TypeVar("R")
 
 
@@ -36,12 +46,14 @@ class Retry(NamedTuple):
             will be no other try.
         follow: puts it in force.
         device: where memory ran out.
+        is_measured: whether the step is measured, for plans to come.
     """
 
     is_out_of_memory: Callable[[Exception], bool]
     tighter: Callable[[bool], Plan | None]
     follow: Callable[[Plan], None]
     device: torch.device
+    is_measured: Callable[[], bool] = lambda: False
 
 
 def repeat(
@@ -99,11 +111,7 @@ def _next_plan(number: int, error: Exception, obstacle: str | None, retry: Retry
         return None
     plan = retry.tighter(number >= NUM_TRIES)
     if plan is None:
-        _add_note(
-            error,
-            f"the plan is at its tightest, every block is recomputed as a whole, after {number - 1}"
-            " repeats; what else helps: offload=True, a smaller batch",
-        )
+        _add_note(error, _MEASURED if retry.is_measured() else _TIGHTEST.format(number - 1))
     return plan
 
 
