@@ -140,15 +140,19 @@ class BudgetedBatches(Attached):
         """The plan for the batch, the same on all ranks; None: all measure it."""
         if self._plans is None:
             return None
-        if not is_alone(trainer) and not self._one_plan_since:
-            agreed = _agreed_size(trainer, size)
-            if agreed is None:
-                return self._all
-            size = agreed
+        if is_alone(trainer) or self._one_plan_since:
+            self._notice(size)
+            return self._plans.choose(size)
+        agreed = _agreed_size(trainer, size)
+        self._notice(agreed or size)
+        plan = None if agreed is None else self._plans.choose(agreed)
+        # No rank may ever have a batch as large as all of theirs.
+        return plan or self._plans.choose_for_all(gathered(trainer, size))
+
+    def _notice(self, size: Size) -> None:
         if len(self._sizes) == 1 and size._replace(kind=0) not in self._sizes:
             self._sizes.add(size._replace(kind=0))
             self._say_that_sizes_vary()
-        return self._plans.choose(size)
 
     @rank_zero_only
     def _say_that_sizes_vary(self) -> None:

@@ -14,6 +14,7 @@ from lightning_ckpt.core.budget import by_size, fastest
 from lightning_ckpt.core.budget.by_size import PlansBySize
 from lightning_ckpt.core.budget.costs import Measurement, predict
 from lightning_ckpt.core.budget.fitted import canonical
+from lightning_ckpt.core.budget.measure import UNNAMED
 from lightning_ckpt.core.budget.sizes import Size
 from lightning_ckpt.core.budget.words import BudgetTooSmall
 from lightning_ckpt.core.plan import Plan
@@ -376,3 +377,75 @@ def test_far_beyond_what_was_measured_is_measured() -> None:
     for length in (10, 20, 30, 40, 50, 60, 67, 68):
         run.step(size(4, length))
     assert run.is_measured == [True] * 6 + [False, True]
+
+
+def test_ranks_with_batches_that_no_rank_has_alone() -> None:
+    """One plan for all, once each of their sizes was measured, and within the budget on each."""
+    sizes = [size(4, 40), size(8, 20)]
+    steps = [of_rows_and_length(own) for own in sizes]
+    budget = int(1.4 * max(predict(step, ["recompute"] * 4).peak for step in steps))
+    plans = PlansBySize(budget)
+    plans.add([(sizes[0], steps[0])], is_settled=True)
+    assert plans.choose_for_all(sizes) is None
+    plans.add([(sizes[1], steps[1])], is_settled=True)
+    assert plans.choose(size(8, 40)) is None
+    plan = plans.choose_for_all(sizes)
+    assert plan is not None
+    assert any(block.action != "recompute" for block in plan)
+    assert all(peak_of(plan, step) <= budget for step in steps)
+    assert plans.choose_for_all(sizes[::-1]) is plan
+
+
+def test_ranks_whose_batches_have_other_parts() -> None:
+    own, other = size(4, 40), Size(0, (1, 1), (4, 40))
+    plans = PlansBySize(10**12)
+    plans.add([(own, attention(4, 40)), (other, attention(4, 40))], is_settled=False)
+    assert plans.choose_for_all([own, other]) is None, "the first step counts only until then"
+    plans.add([(own, attention(4, 40)), (other, attention(4, 40))], is_settled=True)
+    plan = plans.choose_for_all([own, other])
+    assert plan is not None
+    assert plan.num_recomputed == 0
+
+
+def test_ranks_of_many_sizes_are_not_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_size, "_MOST_SIZES", 2)
+    plans = PlansBySize(10**12)
+    for length in (10, 20):
+        plans.add([(size(4, length), attention(4, length))], is_settled=True)
+    assert plans.choose_for_all([size(5, 10), Size(0, (1,), (4,))]) is None
+    assert plans.choose_for_all([size(5, 10), size(4, 20)]) is not None
+
+
+def test_what_fits_each_rank_but_not_as_one_is_recomputed() -> None:
+    first, second = size(4, 40), size(8, 20)
+    plans = PlansBySize(10**12)
+    plans.add([(first, attention(4, 40)), (second, attention(8, 20))], is_settled=True)
+    plans.budget = 1  # as if it fitted no more
+    plan = plans.choose_for_all([first, second])
+    assert plan is not None
+    assert plan.num_recomputed == 4
+
+
+def test_an_error_names_the_largest_batch() -> None:
+    """The end of its step counts for smaller ones too, but it is no fault of theirs."""
+    small, large = size(4, 10), size(4, 400)
+    plans = PlansBySize(predict(attention(4, 10), ["recompute"] * 4).peak)
+    with pytest.raises(BudgetTooSmall, match=r"\(4, 400\)"):
+        plans.add([(small, attention(4, 10)), (large, attention(4, 400))], is_settled=False)
+
+
+def test_buckets_that_only_the_last_micro_batch_touches_were_there_in_all() -> None:
+    first, last = Size(0, (2,), (4, 40)), Size(1, (2,), (4, 40))
+    step = attention(4, 40)
+    budget = predict(step, ["keep"] * 4).peak
+    for unnamed in (0, 1000):
+        met = step._replace(terms={**step.terms, UNNAMED: unnamed})
+        plans = PlansBySize(budget)
+        plans.add([(first, step), (last, met)], is_settled=False)
+        plan = plans.choose(first)
+        assert plan is not None
+        assert (plan.num_recomputed > 0) is (unnamed > 0)
+        plans.add([(first, step)], is_settled=True)
+        plan = plans.choose(first)
+        assert plan is not None
+        assert plan.num_recomputed == 0, "what a later step met is known"

@@ -625,7 +625,7 @@ def lengths_on_two_ranks() -> None:
 
 
 def unlike_batches_on_two_ranks() -> None:
-    """Where the ranks' batches have not the same parts every block is recomputed, on both."""
+    """Where the ranks' batches have not the same parts they are measured, on both."""
     rank = dist.get_rank()
     lengths = [20, 8, 12, 16, 10, 14, 8, 9]  # the last but one is known on rank 0
     data: list[Any] = texts(lengths)
@@ -635,3 +635,16 @@ def unlike_batches_on_two_ranks() -> None:
     assert counts == other_counts
     assert counts[5:] == [4, 8, 4]
     assert_same(weights, other_weights)
+
+
+def crossed_batches_on_two_ranks() -> None:
+    """No rank ever has a batch with the sides of both, or the same parts as the other's, and still
+    they are not measured again and again."""
+    rank = dist.get_rank()
+    wide: list[Any] = texts([20] * 6, 4) if rank == 0 else texts([10] * 6, 8)
+    parts: list[Any] = [[t[:2], t[2:]] if rank else t for t in texts([20, 12, 20, 12, 20, 12])]
+    for data, num_measured in ((wide, 2), (parts, 3)):
+        (counts, _, weights), (other_counts, _, other_weights) = _pair(data, "1GiB")
+        assert counts == other_counts
+        assert counts == [8] * num_measured + [4] * (6 - num_measured)
+        assert_same(weights, other_weights)

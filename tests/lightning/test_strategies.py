@@ -585,6 +585,12 @@ def _ddp_unlike_batches() -> None:
     unlike_batches_on_two_ranks()
 
 
+def _ddp_crossed_batches() -> None:
+    from test_lengths_in_fit import crossed_batches_on_two_ranks
+
+    crossed_batches_on_two_ranks()
+
+
 def _ddp_budget_with_offload() -> None:
     from test_budget_with_offload import two_ranks
 
@@ -1054,6 +1060,7 @@ CASES: dict[str, Callable[..., None]] = {
     "ddp: budget and buckets": _ddp_buckets,
     "ddp: lengths": _ddp_lengths,
     "ddp: unlike batches": _ddp_unlike_batches,
+    "ddp: crossed batches": _ddp_crossed_batches,
     "ddp: budget with offload": _ddp_budget_with_offload,
     "ddp: comm hook": _ddp_comm_hook,
     "ddp: frozen part": _ddp_frozen_part,

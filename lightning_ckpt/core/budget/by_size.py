@@ -13,7 +13,8 @@ from typing import NamedTuple
 from lightning_ckpt.core.budget import agreed, plan_of, plan_within
 from lightning_ckpt.core.budget.costs import Measurement, predict
 from lightning_ckpt.core.budget.fitted import canonical, fitted
-from lightning_ckpt.core.budget.merging import are_alike, merged
+from lightning_ckpt.core.budget.measure import UNNAMED
+from lightning_ckpt.core.budget.merging import are_alike, joined, with_more
 from lightning_ckpt.core.budget.sizes import Size
 from lightning_ckpt.core.budget.weighing import choices_with
 from lightning_ckpt.core.budget.words import BudgetTooSmall
@@ -76,6 +77,7 @@ class PlansBySize:
         self._plans: dict[Size, Plan] = {}
         self._planned: dict[tuple[int, ...], list[Planned]] = {}
         self._measured: dict[Size, Planned] = {}
+        self._together: dict[tuple[Size, ...], Planned] = {}
         self._tail = 0  # the most that the end of a step took, with the optimizer in it
         self.num_planned = 0  # how often a plan was searched for
         self._is_lowered = False
@@ -91,21 +93,25 @@ class PlansBySize:
             BudgetTooSmall: no plan fits one of these batches.
         """
         self._forget_plans()
+        # Of a step's micro-batches DDP touches its buckets in the last alone.
+        unnamed = 0 if is_settled else max(step.terms.get(UNNAMED, 0) for _, step in found)
         for size, measured in found:
-            step = canonical(measured)
+            step = with_more(canonical(measured), UNNAMED, unnamed)
             rows = self._rows.setdefault(size.structure, {})
             known = rows.get(size)
             before = known.steps if known and known.is_settled == is_settled else ()
-            rows[size] = _Row(size, _with(before, step), is_settled)
+            rows[size] = _Row(size, joined(before, step), is_settled)
             if step.segments[-1].kind == "outside":
                 self._tail = max(self._tail, step.segments[-1].peak)
-        for size, _ in found:
+        # An error is to name the batch that does not fit, not a smaller one beside it.
+        for size, _ in sorted(found, key=lambda each: -each[0].num_elements):
             self._of(self._rows[size.structure][size])
 
     def _forget_plans(self) -> None:
         self._plans.clear()
         self._planned.clear()
         self._measured.clear()
+        self._together.clear()
 
     def lower(self, size: Size, plan: Plan) -> Plan | None:
         """Lower the budget, for all batches from now on, until another plan follows from it.
@@ -140,6 +146,34 @@ class PlansBySize:
                 self._plans.clear()
             plan = self._plans[size] = planned.plan
         return plan
+
+    def choose_for_all(self, sizes: Sequence[Size]) -> Plan | None:
+        """One plan for ranks whose batches are of these sizes, where none is known for a batch
+        that is as large as all of them; None: measure them."""
+        own = tuple(sorted(set(sizes)))
+        if own not in self._together:
+            found = [self._steps_of(size) for size in own]
+            if None in found:
+                return None
+            self._together[own] = self._shared(own, [step for each in found for step in each or ()])
+        return self._together[own].plan
+
+    def _steps_of(self, size: Size) -> Sequence[Measurement] | None:
+        """What is known of it, or must do since no more sizes are measured; None: too little."""
+        rows = self._rows.get(size.structure, {})
+        own = rows.get(size)
+        if own is not None and own.is_settled:
+            return own.steps
+        if (step := self._fit(size, rows, 1.0)) is not None:
+            return (step,)
+        return None if len(rows) < _MOST_SIZES else [row.steps[0] for row in rows.values()]
+
+    def _shared(self, sizes: Sequence[Size], steps: Sequence[Measurement]) -> Planned:
+        largest = max(sizes, key=lambda size: size.num_elements)
+        try:
+            return self._within(largest, steps)
+        except BudgetTooSmall:  # each fits by itself, but what is as large as all of them does not
+            return self._recomputed(largest, steps[0])
 
     def largest(self) -> Planned:
         """The plan for the largest batch that was measured."""
@@ -195,12 +229,8 @@ class PlansBySize:
 
     def _fitted(self, size: Size, rows: dict[Size, _Row], reach: float = 1.0) -> Planned | None:
         """A plan for the top of the size's bucket, or else for the size itself."""
-        settled = [row for row in rows.values() if row.is_settled]
-        if any(len(row.steps) > 1 for row in settled):
-            return None
-        sizes, steps = [row.size for row in settled], [row.steps[0] for row in settled]
         for wanted in dict.fromkeys((_top(size, rows, reach), size)):
-            step = fitted(sizes, steps, wanted, reach=reach)
+            step = self._fit(wanted, rows, reach)
             if step is None:
                 continue
             try:
@@ -210,6 +240,13 @@ class PlansBySize:
             self._planned.setdefault(size.structure, []).append(planned)
             return planned
         return None
+
+    def _fit(self, size: Size, rows: dict[Size, _Row], reach: float) -> Measurement | None:
+        settled = [row for row in rows.values() if row.is_settled]
+        if any(len(row.steps) > 1 for row in settled):
+            return None
+        sizes, steps = [row.size for row in settled], [row.steps[0] for row in settled]
+        return fitted(sizes, steps, size, reach=reach)
 
     def _stands_for(self, above: _Row, size: Size, rows: dict[Size, _Row]) -> bool:
         """Whether a measured size may stand for a smaller one: where no fit will come."""
@@ -242,14 +279,6 @@ class PlansBySize:
         if last.kind == "outside":
             last = last._replace(peak=max(last.peak, self._tail))
         return step._replace(segments=(*segments, last))
-
-
-def _with(before: Sequence[Measurement], step: Measurement) -> tuple[Measurement, ...]:
-    """What is known of a size, and one step more: one as large as both where they are alike."""
-    for index, known in enumerate(before):
-        if (both := merged([known, step])) is not None:
-            return *before[:index], both, *before[index + 1 :]
-    return *before, step
 
 
 def _is_within(size: Size, other: Size) -> bool:

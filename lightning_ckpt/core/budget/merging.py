@@ -62,6 +62,24 @@ def merged(steps: Sequence[Measurement]) -> Measurement | None:
     )
 
 
+def joined(before: Sequence[Measurement], step: Measurement) -> tuple[Measurement, ...]:
+    """What is known of a size, and one step more: one as large as both where they are alike."""
+    for index, known in enumerate(before):
+        if (both := merged([known, step])) is not None:
+            return *before[:index], both, *before[index + 1 :]
+    return *before, step
+
+
+def with_more(step: Measurement, term: str, num_bytes: int) -> Measurement:
+    """The same with so many bytes of a term all along, if it has fewer."""
+    known = step.terms.get(term, 0)
+    more = num_bytes - known
+    if more <= 0:
+        return step
+    segments = (s._replace(start=s.start + more, peak=s.peak + more) for s in step.segments)
+    return step._replace(segments=tuple(segments), terms={**step.terms, term: num_bytes})
+
+
 def are_alike(steps: Sequence[Measurement]) -> bool:
     """Whether they computed the same blocks in the same order."""
     order = _order(steps[0])
