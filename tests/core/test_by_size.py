@@ -445,7 +445,7 @@ def test_buckets_that_only_the_last_micro_batch_touches_were_there_in_all() -> N
         plan = plans.choose(first)
         assert plan is not None
         assert (plan.num_recomputed > 0) is (unnamed > 0)
-        plans.add([(first, step)], is_settled=True)
+        plans.add([(first, step), (last, met)], is_settled=True)
         plan = plans.choose(first)
         assert plan is not None
         assert plan.num_recomputed == 0, "what a later step met is known"
