@@ -439,6 +439,29 @@ def test_times_are_those_of_the_recomputes() -> None:
     assert 0 < total < step.seconds
 
 
+def test_contexts_cost_time_for_each_operation() -> None:
+    """Torch's selective contexts are Python, for each operation in forward and in the recompute."""
+
+    class Slow(CostClock):
+        def overhead_seconds(self) -> float:
+            return 1.0
+
+    assert Clock("cpu").overhead_seconds() > 0
+    seed_all(0)
+    model = Stack(Attention(), Attention())
+    speeds = {"flops_per_second": 1e30, "bytes_per_second": 1e30}
+    fast, slow = (
+        measured(model, hidden(), step_of(model), clock("cpu", **speeds)).calls[0].options
+        for clock in (CostClock, Slow)
+    )
+    num_operations = slow["recompute_saving"].seconds
+    assert num_operations == round(num_operations) > 2 * 12
+    assert slow["recompute_saving_attention"].seconds == num_operations
+    assert fast["recompute_saving"].seconds < 1e-9
+    assert slow["keep"].seconds == 0
+    assert slow["recompute"].seconds < 1e-9
+
+
 def test_modes_may_end_in_the_order_in_which_they_began() -> None:
     class Mode(StackedMode):
         num_seen = 0
