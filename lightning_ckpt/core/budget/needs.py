@@ -117,6 +117,8 @@ class _Filling:
         self._needs = needs
         position = {block: index for index, block in enumerate(needs.order)}
         self._row = [position[call.block] for call in step.calls]
+        self._pairs = self._find_pairs()
+        self._followed = set(self._pairs.values())
         self._held = np.zeros(needs.held.shape, np.int64)  # in the segment that is looked at
 
     def fill(self, without: Set[int]) -> None:
@@ -141,38 +143,37 @@ class _Filling:
         step, needs = self._step, self._needs
         changes: list[list[tuple[int, int, int]]] = [[] for _ in range(len(step.segments) + 1)]
         owners: list[int | None] = [None] * len(step.segments)
-        known, pairs = spans(step), self._pairs()
+        known = spans(step)
         for index, call in enumerate(step.calls):
             row, span = self._row[index], known.get(index)
             for column, choice in enumerate(needs.choices[call.block]):
                 option = call.options[choice]
                 needs.seconds[row, column] += option.seconds
-                apart, doubled = self._apart(index, option, column, pairs)
+                apart, doubled = self._apart(index, option, column)
                 for at, num_bytes in span.changes(apart, doubled) if span else ():
                     changes[at].append((index, column, num_bytes))
             if span:
                 owners[span.ends : span.done] = [index] * (span.done - span.ends)
         return changes, owners
 
-    def _apart(
-        self, index: int, option: Option, column: int, pairs: dict[int, int]
-    ) -> tuple[Option, int]:
+    def _apart(self, index: int, option: Option, column: int) -> tuple[Option, int]:
         """The option without what goes by two choices, which is noted; and what others may hold of
         its inputs, if they are not the block before. Note: [Two that hold one]."""
         needs, call, row = self._needs, self._step.calls[index], self._row[index]
-        if index in pairs.values():
+        if index in self._followed:
             needs.beside.output[row, column] = option.output
             needs.beside.result[row, column] = option.result
             option = option._replace(result=0)
         if not option.moved:
             return option, 0
-        needs.moves[row, column] = index in pairs
-        others = (self._step.calls[i] for i in call.producers if i != pairs.get(index))
+        needs.moves[row, column] = index in self._pairs
+        others = (self._step.calls[i] for i in call.producers if i != self._pairs.get(index))
         return option, sum(max(c.options[a].output for a in needs.choices[c.block]) for c in others)
 
-    def _pairs(self) -> dict[int, int]:
-        """By call, the one that gave it inputs, where that is the only call of the block before."""
-        calls = self._step.calls
+    def _find_pairs(self) -> dict[int, int]:
+        """By call that may offload its inputs, the one that gave them, where that is the only call
+        of the block before."""
+        calls, choices = self._step.calls, self._needs.choices
         num_calls = Counter(call.block for call in calls)
         return {
             index: producer
@@ -180,6 +181,7 @@ class _Filling:
             for producer in call.producers
             if self._row[producer] + 1 == self._row[index]
             and num_calls[call.block] == num_calls[calls[producer].block] == 1
+            and any(call.options[choice].moved for choice in choices[call.block])
         }
 
     def _last(self, without: int | None = None) -> int:
