@@ -12,7 +12,7 @@ from test_fitted import attention, size, sized
 
 from lightning_ckpt.core.budget import by_size, fastest
 from lightning_ckpt.core.budget.by_size import PlansBySize
-from lightning_ckpt.core.budget.costs import Measurement, predict
+from lightning_ckpt.core.budget.costs import Measurement, Segment, predict
 from lightning_ckpt.core.budget.fitted import canonical
 from lightning_ckpt.core.budget.measure import UNNAMED
 from lightning_ckpt.core.budget.sizes import Size
@@ -449,3 +449,26 @@ def test_buckets_that_only_the_last_micro_batch_touches_were_there_in_all() -> N
         plan = plans.choose(first)
         assert plan is not None
         assert plan.num_recomputed == 0, "what a later step met is known"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_steps_in_which_no_block_ran_tell_nothing_of_others(first: bool) -> None:
+    """As where `training_step` returns None now and then."""
+    step = attention(4, 10)
+    nothing = step._replace(calls=(), segments=step.segments[-1:])
+    plans = PlansBySize(10**12)
+    found = [(size(4, 10), step), (size(4, 12), nothing)]
+    plans.add(found if first else found[::-1], is_settled=True)
+    assert plans.choose(size(4, 12)) is None, "it is measured when it comes again"
+    for length in (20, 30, 40, 50):
+        plans.add([(size(4, length), attention(4, length))], is_settled=True)
+    plan = plans.choose(size(4, 12))
+    assert plan is not None
+    assert plan.num_recomputed == 0
+
+
+def test_batches_that_never_reach_a_block_are_not_measured_for_ever() -> None:
+    nothing = attention(4, 10)._replace(calls=(), segments=(Segment("outside", None, 0, 9),))
+    plans = PlansBySize(10**12)
+    plans.add([(size(4, 10), nothing)], is_settled=True)
+    assert plans.choose(size(4, 10)) is not None

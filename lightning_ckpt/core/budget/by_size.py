@@ -97,15 +97,25 @@ class PlansBySize:
         unnamed = 0 if is_settled else max(step.terms.get(UNNAMED, 0) for _, step in found)
         for size, measured in found:
             step = with_more(canonical(measured), UNNAMED, unnamed)
-            rows = self._rows.setdefault(size.structure, {})
-            known = rows.get(size)
-            before = known.steps if known and known.is_settled == is_settled else ()
-            rows[size] = _Row(size, joined(before, step), is_settled)
+            self._learn(size, step, is_settled)
             if step.segments[-1].kind == "outside":
                 self._tail = max(self._tail, step.segments[-1].peak)
         # An error is to name the batch that does not fit, not a smaller one beside it.
         for size, _ in sorted(found, key=lambda each: -each[0].num_elements):
-            self._of(self._rows[size.structure][size])
+            if (row := self._rows[size.structure].get(size)) is not None:
+                self._of(row)
+
+    def _learn(self, size: Size, step: Measurement, is_settled: bool) -> None:
+        rows = self._rows.setdefault(size.structure, {})
+        # A training step that returns None tells nothing of others.
+        empty = [row.size for row in rows.values() if not row.steps[0].calls]
+        if not step.calls and len(empty) < len(rows):
+            return
+        for each in empty if step.calls else ():
+            del rows[each]
+        known = rows.get(size)
+        before = known.steps if known and known.is_settled == is_settled else ()
+        rows[size] = _Row(size, joined(before, step), is_settled)
 
     def _forget_plans(self) -> None:
         self._plans.clear()
