@@ -2,8 +2,8 @@
 
 Theirs: the interval of Transformers (its own switch), and torch's selective checkpoint contexts
 around blocks by hand, with the results of attention kept, or those of matrix products too. For each
-of their points the planner gets its measured peak, and 16 KiB, as the budget; all take their steps
-in turn.
+of their points the planner gets its measured peak, and 16 KiB, as the budget, and both take their
+steps in turn.
 """
 
 import statistics
@@ -123,39 +123,35 @@ def measure(model: nn.Module, batch: Batch) -> Measurement:
 
 
 class Row(NamedTuple):
-    """A step under one plan, against plain training."""
+    """A step under one plan."""
 
     name: str
     peak: int
-    flops: float
-    clock: float
-    cpu: float
+    flops: float  # against plain training
 
     def cells(self) -> str:
-        numbers = " | ".join(f"{value:.3f}" for value in self[2:])
-        return f"{self.name} | {self.peak / MIB:.1f} | {numbers}"
+        return f"{self.name} | {self.peak / MIB:.1f} | {self.flops:.3f}"
 
 
-def rows(model: nn.Module, batch: Batch, contexts: dict[str, Context], rounds: int) -> list[Row]:
-    """Steps in turn; each time against that of the plain step in the same round."""
-    cpu: dict[str, list[float]] = {name: [] for name in contexts}
+def row_of(name: str, model: nn.Module, batch: Batch, around: Context, plain_flops: int) -> Row:
+    flops = flops_of(model, batch, around) / plain_flops
+    return Row(name, peak_of(model, batch, around), flops)
 
-    def timed(name: str) -> float:
-        clock, process = take(model, batch, contexts[name])
-        cpu[name].append(process)
-        return clock
 
-    clock = interleaved({name: partial(timed, name) for name in contexts}, rounds)
-    found = []
-    plain_flops = flops_of(model, batch, nullcontext)
-    for name, around in contexts.items():
-        times = [
-            statistics.median(a / b for a, b in zip(each[name], each["plain"], strict=True))
-            for each in (clock, {key: values[1:] for key, values in cpu.items()})
-        ]
-        flops = flops_of(model, batch, around) / plain_flops
-        found.append(Row(name, peak_of(model, batch, around), flops, *times))
-    return found
+def ratios(
+    model: nn.Module, batch: Batch, ours: Context, theirs: Context, rounds: int
+) -> list[float]:
+    """Times of ours to theirs, by the clock and by CPU time: the median over rounds, in each of
+    which both take a step, one right after the other."""
+    times = interleaved(
+        {
+            name: partial(take, model, batch, around)
+            for name, around in zip("ab", (ours, theirs), strict=True)
+        },
+        rounds,
+    )
+    pairs = [(a, b) for a, b in zip(times["a"], times["b"], strict=True)]
+    return [statistics.median(a[which] / b[which] for a, b in pairs) for which in (0, 1)]
 
 
 def words(plan: Plan) -> str:
@@ -177,18 +173,15 @@ def print_front(
     for _ in range(2):
         take(model, batch, nullcontext)
     measured = measure(model, batch)
-    contexts: dict[str, Context] = {"plain": nullcontext, **theirs(model)}
-    ours: dict[str, str] = {}
-    plans: dict[str, Plan] = {}
-    for name in list(contexts)[1:]:
-        plan = plan_for(measured, peak_of(model, batch, contexts[name]) + _SLACK)
-        ours[name] = words(plan)
-        while plans.setdefault(ours[name], plan) != plan:  # as many, but others
-            ours[name] += "'"
-        contexts[ours[name]] = partial(apply_partial_checkpoint, model, plan=plan)
-    found = {row.name: row for row in rows(model, batch, contexts, rounds)}
-    print(f"{size} x {length} tokens, plain {found['plain'].peak / MIB:.1f} MiB; plain step is 1")
-    print("| theirs | MiB | FLOPs | clock | CPU | ours | MiB | FLOPs | clock | CPU |")
-    print("| --- " * 10 + "|")
-    for name, own in ours.items():
-        print(f"| {found[name].cells()} | {found[own].cells()} |")
+    plain = flops_of(model, batch, nullcontext)
+    peak = peak_of(model, batch, nullcontext)
+    print(f"{size} x {length} tokens, plain {peak / MIB:.1f} MiB; times are ours to theirs")
+    print("| theirs | MiB | FLOPs | ours | MiB | FLOPs | clock | CPU time |")
+    print("| --- " * 8 + "|")
+    for name, around in theirs(model).items():
+        their = row_of(name, model, batch, around, plain)
+        plan = plan_for(measured, their.peak + _SLACK)
+        own = partial(apply_partial_checkpoint, model, plan=plan)
+        our = row_of(words(plan), model, batch, own, plain)
+        times = " | ".join(f"{t:.3f}" for t in ratios(model, batch, own, around, rounds))
+        print(f"| {their.cells()} | {our.cells()} | {times} |", flush=True)
