@@ -9,14 +9,7 @@ from lightning_ckpt.core.plan import Choice, is_offloaded
 
 
 def pooled(step: Measurement) -> Measurement:
-    """The same, with one time for all calls that are alike, the median of theirs. Calls that
-    backward did not come to would hold what others of their class do."""
-    largest: dict[str, Option] = {}
-    for call in step.calls:
-        if kept := call.options.get("keep"):
-            name = step.class_names[call.block]
-            largest[name] = max(kept, largest.get(name, kept), key=lambda each: each.held)
-    step = step._replace(calls=tuple(_filled(step, call, largest) for call in step.calls))
+    """The same, with one time for all calls that are alike, the median of theirs."""
     seconds: dict[Any, list[float]] = {}
     for call in step.calls:
         for action, option in call.options.items():
@@ -31,11 +24,6 @@ def pooled(step: Measurement) -> Measurement:
         for call in step.calls
     ]
     return step._replace(calls=tuple(calls))
-
-
-def _filled(step: Measurement, call: Call, largest: dict[str, Option]) -> Call:
-    kept = largest.get(step.class_names[call.block], Option(0, 0, None, 0.0))
-    return call._replace(options={"keep": kept, **call.options})
 
 
 def _alike(step: Measurement, call: Call, action: Choice) -> tuple[Any, ...]:

@@ -170,7 +170,7 @@ class CallTrace:
         """What could be done with this call; after `Clock.synchronize`. A partly recomputed call
         loses `overhead` seconds for each operation."""
         if self._times is None:  # backward never came here: it costs nothing, and would hold much
-            return {"recompute": Option(0, 0, 0, 0.0)}
+            return {"recompute": Option(0, 0, 0, 0.0), "keep": self._all_kept()}
         seconds = self._clock.seconds(*self._times)
         options: dict[Choice, Option] = {
             "recompute": Option(0, 0, 0, seconds),
@@ -180,6 +180,13 @@ class CallTrace:
             if saved.is_possible:
                 options[saving] = saved.option(self._levels, seconds, overhead, self._clock)
         return options
+
+    def _all_kept(self) -> Option:
+        """Without a recompute it is not known what backward would need: it may be all that the
+        forward made, for as long as its graph is there."""
+        made = sum(made.num_bytes for each in self._made["forward"] for made in each)
+        peak = max([0, *self._levels["forward"], self._forward_end])
+        return Option(made, max(0, made - peak), None, 0.0)
 
     def _kept_forward(self) -> int:
         """How much higher the forward's peak is if its activations are kept: it rises as the
