@@ -312,6 +312,29 @@ def test_a_plan_says_what_it_is_predicted_to_cost() -> None:
     assert f"{1 + more:.2f} times" in note
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
+def test_no_word_of_times_that_contradict_each_other(share: float) -> None:
+    """A step holds the blocks' forward and their recompute, and does not take less than both."""
+    step = chain(3, random.Random(0))
+    again = predict(step, ["recompute"] * 3).recompute_seconds
+    (note,) = plan_within(
+        2 * 2**20, step._replace(seconds=again * share), ["recompute", "keep", "keep"]
+    ).notes
+    assert note.endswith("of the budget's 2.0 MiB")
+
+
+def test_blocks_that_cost_nothing_are_not_called_plain() -> None:
+    """Backward does not come to the second of them, and it stays checkpointed."""
+    step = chain(2, random.Random(0))
+    free = step.calls[1]._replace(
+        options={a: o._replace(seconds=0.0) for a, o in step.calls[1].options.items()}
+    )
+    (note,) = plan_within(
+        2 * 2**20, step._replace(calls=(step.calls[0], free)), ["keep", "recompute"]
+    ).notes
+    assert note.endswith("of the budget's 2.0 MiB, with nothing computed again")
+
+
 def test_a_step_in_which_nothing_was_seen() -> None:
     step = chain(2, random.Random(0))._replace(calls=(), segments=(Segment("outside", None, 0, 9),))
     actions = fastest(step, 10, ACTIONS)

@@ -77,25 +77,36 @@ def plan_within(
         actions: one for each block.
         place: where what is offloaded waits.
     """
+    return replace(plan_of(step, actions, place), notes=(_note(budget, step, actions),))
+
+
+def _note(budget: int, step: Measurement, actions: Actions) -> str:
     predicted = predict(step, actions)
     if not step.calls:
-        note = (
+        return (
             "no block was computed again in the measured step, so nothing is known of them and "
             "each is recomputed (under torch.compile that is not seen; use every_n= or plan=)"
         )
-    elif not predicted.recompute_seconds:
-        note = (
+    if all(actions[call.block] == "keep" for call in step.calls):
+        return (
             f"plain training peaks at {format_bytes(predicted.peak)}, within the budget of "
             f"{format_bytes(budget)}: nothing is checkpointed"
         )
-    else:
-        plain = step.seconds - predict(step, ["recompute"] * len(step.names)).recompute_seconds
-        note = (
-            f"predicted to peak at {format_bytes(predicted.peak)} of the budget's "
-            f"{format_bytes(budget)}, and a step to take {predicted.seconds / plain:.2f} times as "
-            "long as plain training's"
-        )
-    return replace(plan_of(step, actions, place), notes=(note,))
+    peak = (
+        f"predicted to peak at {format_bytes(predicted.peak)} of the budget's "
+        f"{format_bytes(budget)}"
+    )
+    return peak + _words_for_time(step, predicted)
+
+
+def _words_for_time(step: Measurement, predicted: Prediction) -> str:
+    if not predicted.recompute_seconds:
+        return ", with nothing computed again"
+    again = predict(step, ["recompute"] * len(step.names)).recompute_seconds
+    plain = step.seconds - again
+    if plain < again:  # it has the blocks' forwards in it, so these times are none to go by
+        return ""
+    return f", and a step to take {predicted.seconds / plain:.2f} times as long as plain training's"
 
 
 def plan_of(step: Measurement, actions: Actions, place: Place | None = None) -> Plan:
