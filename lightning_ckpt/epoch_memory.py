@@ -2,8 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from torch import nn
@@ -22,6 +22,14 @@ _FIGURES = (PEAK, *KINDS, "activations", "other", *_PEAKS, *_AT_PEAK)
 _BYTES_PER_MIB = 2**20
 
 Bytes = Mapping[str, int | None]
+
+
+class _PlanWords(NamedTuple):
+    """What is said of a plan."""
+
+    num_recomputed: int
+    num_blocks: int
+    offload: str
 
 
 class MeasuredEpoch:
@@ -43,6 +51,7 @@ class MeasuredEpoch:
         self.seconds: list[float] = []
         self.offloaded = 0
         self._handles: list[Handle] | None = None
+        self._plans: dict[int, set[_PlanWords]] = {}  # that steps had, by the handle's place
         self._updates_before = trainer.global_step
         # An optimizer makes its states in its first step: the figure is true from the second on.
         has_states = any(optimizer.state for optimizer in trainer.optimizers)
@@ -65,9 +74,24 @@ class MeasuredEpoch:
         """The step is over."""
         self.is_in_step = self.follows = False
         self.seconds.append(time.perf_counter() - self._start)
-        if self._handles is None:  # by now every callback has made its plan
-            self._handles = handles_in_force(module)
+        self._note_plans(module)
         self.offloaded = max(self.offloaded, self._moved(module) - self._moved_before)
+
+    def _note_plans(self, module: nn.Module) -> None:
+        """Those of the step that ends: a budget puts what it learned from it in force after us."""
+        # By now every callback has made its plan; who tightens one may have made it anew.
+        if self._handles is None or not all(handle.modules for handle in self._handles):
+            self._handles = handles_in_force(module)
+        for place, handle in enumerate(self._handles):
+            plan = handle.plan
+            words = _PlanWords(plan.num_recomputed, len(plan), plan.offload or "")
+            self._plans.setdefault(place, set()).add(words)
+
+    def plans(self, module: nn.Module) -> str:
+        """What its steps did to the blocks of `module`, in a few words."""
+        if not self.seconds:
+            self._note_plans(module)
+        return "; ".join(map(_words, self._plans.values())) or PLAIN
 
     def measures_validation(self, batch_idx: int) -> bool:
         """Whether this batch of the epoch's validation is followed."""
@@ -139,7 +163,7 @@ def logged(figures: Mapping[str, int], prefix: str = "") -> dict[str, float]:
 
 
 def epoch_row(
-    figures: Mapping[str, int], epoch: MeasuredEpoch, rank: int, source: str, plan: str
+    figures: Mapping[str, int], epoch: MeasuredEpoch, rank: int, source: str, module: nn.Module
 ) -> dict[str, Any]:
     """What `summary()` says of an epoch, as plain data."""
     return {
@@ -147,17 +171,16 @@ def epoch_row(
         **{f"{key}_MiB": value / _BYTES_PER_MIB for key, value in figures.items()},
         "rank": rank,
         "source": source,
-        "plan": plan,
+        "plan": epoch.plans(module),
         "step_s": statistics.median(epoch.seconds) if epoch.seconds else None,
     }
 
 
-def plan_of(model: nn.Module) -> str:
-    """What is done to the blocks of `model`, in a few words."""
-    return "; ".join(map(_words, handles_in_force(model))) or PLAIN
-
-
-def _words(handle: Handle) -> str:
-    plan = handle.plan
-    where = f", offload to {plan.offload}" if plan.offload else ""
-    return f"{plan.num_recomputed} of {len(plan)} blocks recomputed{where}"
+def _words(plans: Collection[_PlanWords]) -> str:
+    """Of plans that followed each other on the same blocks."""
+    fewest, most = min(plans), max(plans)
+    shown = f"{fewest.num_recomputed} to " if fewest.num_recomputed < most.num_recomputed else ""
+    places = {plan.offload for plan in plans}
+    where = "".join(f", offload to {place}" for place in sorted(places - {""}))
+    when = " at times" if where and len(places) > 1 else ""
+    return f"{shown}{most.num_recomputed} of {most.num_blocks} blocks recomputed{where}{when}"

@@ -92,8 +92,8 @@ class PeakMemoryMonitor(L.Callback):
 
     def summary(self) -> list[dict[str, Any]]:
         """A row for each measured epoch of the last fit, as plain data: the logged figures in MiB,
-        the parts at the peak, the rank with the highest peak, the source, the plan in force, and
-        the median seconds of a step."""
+        the parts at the peak, the rank with the highest peak, the source, the plans in force,
+        and the median seconds of a step."""
         return [dict(row) for row in self._rows]
 
     @override
@@ -221,9 +221,7 @@ class PeakMemoryMonitor(L.Callback):
         figures, rank = epochs.over_ranks(trainer, own)
         epochs.log(pl_module, epochs.logged(figures))
         self._name_source()
-        self._rows.append(
-            epochs.epoch_row(figures, self._epoch, rank, self.source, epochs.plan_of(pl_module))
-        )
+        self._rows.append(epochs.epoch_row(figures, self._epoch, rank, self.source, pl_module))
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -422,12 +422,27 @@ def test_a_checkpoint_has_the_plan_of_the_largest(tmp_path: Path, ends: Ends) ->
     assert any(block["action"] != "keep" for block in saved["blocks"])
 
 
-def test_the_monitor_shows_the_plan_in_force(ends: Ends) -> None:
-    monitor = PeakMemoryMonitor()
-    _, batches = train(PartialCheckpoint(budget=ends.budget(0.3)), monitor)
+@pytest.mark.parametrize("monitor_first", [False, True])
+def test_the_monitor_shows_the_plans_that_were_in_force(ends: Ends, monitor_first: bool) -> None:
+    """Not that of the last batch alone, which is short: the peak is of a long one."""
+    monitor = PeakMemoryMonitor(first_steps=None)
+    callbacks = [PartialCheckpoint(budget=ends.budget(0.02)), monitor]
+    data = [*TEXTS[:-1], texts([3])[0]]
+    _, batches = train(*callbacks[:: -1 if monitor_first else 1], data=data)
+    assert batches.recomputes[-1] == 4, "the last batch is short, and keeps all"
     (row,) = monitor.summary()
-    assert "of 4 blocks recomputed" in row["plan"]
+    assert row["plan"] == "0 to 4 of 4 blocks recomputed"
     assert row["peak_allocated_MiB"] * 2**20 == max(batches.peaks)
+
+
+def test_the_monitor_shows_what_was_measured_as_measured(ends: Ends) -> None:
+    """In an epoch of one step every block was recomputed, whatever holds from the next on."""
+    monitor = PeakMemoryMonitor()
+    train(PartialCheckpoint(budget=2 * ends.high), monitor, data=TEXTS[:1], max_epochs=2)
+    assert [row["plan"] for row in monitor.summary()] == [
+        "4 of 4 blocks recomputed",
+        "0 of 4 blocks recomputed",
+    ]
 
 
 def test_a_batch_that_fits_no_plan_is_named(ends: Ends) -> None:

@@ -443,7 +443,7 @@ def test_beside_the_monitor(plain: Any) -> None:
     rows, expected = monitor.summary(), clean.summary()
     assert [row["epoch"] for row in rows] == [0, 1]
     assert rows[0]["peak_allocated_MiB"] == expected[0]["peak_allocated_MiB"]
-    assert [row["plan"][:6] for row in rows] == ["1 of 4", "3 of 4"]
+    assert [row["plan"][:11] for row in rows] == ["1 of 4 bloc", "1 to 3 of 4"]
 
 
 def test_as_a_strategy(plain: Any) -> None:
