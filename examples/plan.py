@@ -3,7 +3,7 @@
     python examples/plan.py                                     # the default model and data
     python examples/plan.py model.num_layers=48 model.width=2048 data.batch_size=64 \\
         'budgets=[48GiB,80GiB]'
-    python examples/plan.py offload=true 'budgets=[20MiB]'      # what offload would buy
+    python examples/plan.py may_offload=true 'budgets=[20MiB]'  # what offload would buy
     python examples/plan.py picture=plans.png
 
 The model is built on the meta device, so it takes no memory; one batch of the data says the shapes.
@@ -36,7 +36,7 @@ def main(config: DictConfig) -> None:
         model,
         batch,
         config.budgets,
-        offload=config.offload,
+        offload=config.may_offload,
         link_bytes_per_second=config.link_bytes_per_second,
     )
     print_estimate(found, all_rows=config.all_rows)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from app_helpers import ROOT, TINY, TINY_NET, TINY_TEXT, Compose
 from hydra.utils import instantiate
 
@@ -25,6 +26,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
             *TINY_NET,
             *TINY_TEXT,
             "budgets=[1GiB,1KiB]",
+            "may_offload=disk",
             f"picture={tmp_path}/pictures/plans.svg",
         ],
         cwd=tmp_path,
@@ -38,6 +40,17 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     for expected in ("every_n=2", "planned", "budget=1GiB", "needs", f"Picture: {path}"):
         assert expected in done.stdout
     assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_no_key_of_a_command_is_called_as_a_group(command: str) -> None:
+    """Hydra would take `key=value` for a choice in the group, so that the key could not be given."""
+    conf = ROOT / "conf"
+    config = yaml.safe_load((conf / f"{command}.yaml").read_text())
+    chosen = {group for entry in config["defaults"] if isinstance(entry, dict) for group in entry}
+    groups = {path.name for path in conf.iterdir() if path.is_dir()}
+    assert chosen <= groups
+    assert not groups & config.keys()
 
 
 def test_the_group_has_a_budget(compose_app: Compose) -> None:
