@@ -155,18 +155,18 @@ def estimate(
             25e9 for pinned memory of the host, 2e9 for a good disk.
 
     Returns:
-        Plain data; `print_estimate` shows it as a table, `draw_estimate` as a
-        picture.
+        Plain data; `print_estimate` shows it as a table, `draw_estimate` as a picture.
 
     Raises:
-        TypeError, ValueError: a budget, `layers` or `offload` is impossible, no block was found, or
-            a step gives no loss.
+        TypeError, ValueError: a budget, a speed, `layers` or `offload` is impossible, no block was
+            found, or a step gives no loss.
     """
     config = weighed(offload)
-    if not link_bytes_per_second > 0:
-        raise ValueError(f"link_bytes_per_second must be above 0, got {link_bytes_per_second}")
+    _check_speed("flops_per_second", flops_per_second)
+    _check_speed("bytes_per_second", bytes_per_second)
+    _check_speed("link_bytes_per_second", link_bytes_per_second)
     room = config.max_host_bytes if config is not None and config.target == "host" else None
-    asked = [(str(b), budget_bytes(read_budget(b), torch.device("cpu"))) for b in budgets]
+    asked = _asked(budgets)
     with without_values():
         fake = fake_module(module)
         made = _optimizers(fake, optimizers)
@@ -188,6 +188,21 @@ def estimate(
         tuple(_front(measured, allowed, place, [budget for _, budget in asked])),
         tuple(_within(measured, f"budget={w}", budget, allowed, place) for w, budget in asked),
     )
+
+
+def _check_speed(name: str, value: Any) -> None:
+    """Refuse it here: an error in the middle of a followed backward ends the process."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}; such as 25e9")
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+
+
+def _asked(budgets: Any) -> list[tuple[str, int]]:
+    """Each budget in the user's word, and its bytes."""
+    if isinstance(budgets, (str, int, float)):
+        raise TypeError(f"budgets must be a list, got {budgets!r}; pass budgets=[{budgets!r}]")
+    return [(str(b), budget_bytes(read_budget(b), torch.device("cpu"))) for b in budgets]
 
 
 def _default_step(module: Any, batch: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,22 @@ class _NoLossStep(Configured):
 def test_budgets_must_be_bytes(budget: Any) -> None:
     with pytest.raises(ValueError, match="budget"):
         estimate(Language(), tokens(), [budget])
+
+
+@pytest.mark.parametrize("budgets", ["60GiB", 10**9, 0.9])
+def test_one_budget_is_no_list(budgets: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"pass budgets=[{budgets!r}]")):
+        estimate(Language(), tokens(), budgets)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [("fast", TypeError), (None, TypeError), (0, ValueError), (-1.0, ValueError)]
+)
+@pytest.mark.parametrize("name", ["flops", "bytes", "link_bytes"])
+def test_a_speed_is_above_zero(name: str, value: Any, error: type[Exception]) -> None:
+    speed: Any = {f"{name}_per_second": value}
+    with pytest.raises(error, match=f"{name}_per_second must be .*, got {value!r}"):
+        estimate(Language(), tokens(), **speed)
 
 
 def test_the_clock_goes_by_products_and_by_bytes() -> None:
