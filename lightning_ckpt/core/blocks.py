@@ -64,10 +64,7 @@ def find_blocks(module: nn.Module, layers: Layers = None) -> list[Block]:
 
 def select_blocks(module: nn.Module, layers: Layers = None) -> Selection:
     """`find_blocks`, with notes on what was passed over."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"module must be a torch.nn.Module, got {module!r}; pass the model with the blocks"
-        )
+    check_module(module)
     names = {id(m): name for name, m in module.named_modules()}
     chosen, notes = (find_stacks(module, names), ()) if layers is None else _named(module, layers)
     if not chosen:
@@ -76,6 +73,18 @@ def select_blocks(module: nn.Module, layers: Layers = None) -> Selection:
     unique = {id(m): m for m in chosen}.values()
     ordered = sorted(unique, key=lambda m: order[id(m)])
     return Selection([Block(names[id(m)], m) for m in ordered], notes)
+
+
+def check_module(module: Any) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        TypeError: it is a class, a trainer, ...
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module must be a torch.nn.Module, got {module!r}; pass the model with the blocks"
+        )
 
 
 def check_layers(layers: Layers) -> None:

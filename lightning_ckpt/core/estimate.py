@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ckpt.core.apply import apply_quietly
+from lightning_ckpt.core.blocks import check_module
 from lightning_ckpt.core.budget import fastest, least_peak, plan_of
 from lightning_ckpt.core.budget.clock import Clock, CostClock
 from lightning_ckpt.core.budget.costs import Actions, Measurement, Prediction, predict
@@ -23,7 +24,13 @@ from lightning_ckpt.core.budget.waiting import Link
 from lightning_ckpt.core.budget.weighing import LinkProbe, choices_with, weighed
 from lightning_ckpt.core.budget.words import BudgetTooSmall, budget_bytes, read_budget
 from lightning_ckpt.core.fake import fake_batch, fake_module, without_values
-from lightning_ckpt.core.loss import model_loss, training_step_loss, why_no_training_step
+from lightning_ckpt.core.loss import (
+    check_function,
+    check_loss,
+    model_loss,
+    training_step_loss,
+    why_no_training_step,
+)
 from lightning_ckpt.core.memory.live_bytes import LiveBytes
 from lightning_ckpt.core.memory.peak import PeakTracker
 from lightning_ckpt.core.offload import OffloadConfig
@@ -102,6 +109,7 @@ def measure_step(
         stack.enter_context(watching(recorder.watch))
         recorder.resume(batch, optimizers=optimizers)
         loss = step(module, batch)
+        check_loss(loss, argument="step")
         recorder.mark("zero_grad")
         module.zero_grad()
         loss.backward()
@@ -158,10 +166,13 @@ def estimate(
         Plain data; `print_estimate` shows it as a table, `draw_estimate` as a picture.
 
     Raises:
-        TypeError, ValueError: a budget, a speed, `layers` or `offload` is impossible, no block was
-            found, or a step gives no loss.
+        TypeError, ValueError: an argument is impossible, no block was found, or a step gives
+            no loss.
     """
     config = weighed(offload)
+    check_module(module)
+    check_function("step", step, "module, batch: ...")
+    check_function("optimizers", optimizers, "module: torch.optim.AdamW(module.parameters())")
     _check_speed("flops_per_second", flops_per_second)
     _check_speed("bytes_per_second", bytes_per_second)
     _check_speed("link_bytes_per_second", link_bytes_per_second)

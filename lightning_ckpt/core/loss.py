@@ -45,6 +45,39 @@ def model_loss(module: nn.Module, batch: Any, *, argument: str = "loss") -> Tens
     return sum((t.abs().float().pow(2).mean() for t in tensors), start=tensors[0].new_zeros(()))
 
 
+def check_loss(loss: Any, *, argument: str = "loss") -> None:
+    """Refuse what backward cannot begin at.
+
+    Args:
+        loss: what the caller's `argument` gave.
+
+    Raises:
+        ValueError: it is no tensor of one element that needs a gradient.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    got = repr(loss)
+    if isinstance(loss, Tensor):  # its numbers would fill the screen
+        without = "" if loss.requires_grad else " that needs none"
+        got = f"a tensor of shape {tuple(loss.shape)}{without}"
+    raise ValueError(
+        f"the loss must be a tensor of one element that needs a gradient, got {got}; "
+        f"pass {argument}=lambda module, batch: ..."
+    )
+
+
+def check_function(argument: str, value: Any, example: str) -> None:
+    """Refuse what is no function, such as a criterion in place of a whole loss.
+
+    Raises:
+        TypeError: it cannot be called, or is a module.
+    """
+    if value is not None and (not callable(value) or isinstance(value, nn.Module)):
+        raise TypeError(
+            f"{argument} must be a function, got {value!r}; pass {argument}=lambda {example}"
+        )
+
+
 def why_no_training_step(module: Any) -> str | None:
     """Why a LightningModule's `training_step` cannot be run by itself, or None."""
     if not getattr(module, "automatic_optimization", True):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ckpt.core.arguments import flatten
 from lightning_ckpt.core.blocks import Block
+from lightning_ckpt.core.loss import check_loss
 from lightning_ckpt.core.memory import peak_tracker
 from lightning_ckpt.core.memory.peak import PeakTracker, PeakUnavailable
 from lightning_ckpt.core.report import What
@@ -78,11 +79,7 @@ class Step(NamedTuple):
     def _learn(self) -> Iterator[tuple[Key, Any]]:
         torch.clear_autocast_cache()  # or casts of weights would stay, with a graph that is gone
         loss = self.loss(self.module, self.batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"the loss must be a tensor of one element that needs a gradient, got {loss!r}; "
-                "pass loss=lambda module, batch: ..."
-            )
+        check_loss(loss)
         learning = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(loss.sum(), list(learning.values()), allow_unused=True)
         torch.clear_autocast_cache()

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.core.apply import apply_quietly
 from lightning_ckpt.core.blocks import Block, find_blocks
-from lightning_ckpt.core.loss import model_loss
+from lightning_ckpt.core.loss import check_function, model_loss
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.core.plan import every_n_plan
 from lightning_ckpt.core.report import Difference, Report
@@ -59,6 +59,7 @@ def verify(
         Exception: what the plain step raises.
     """
     blocks = find_blocks(module, layers)
+    check_function("loss", loss, "module, batch: ...")
     _refuse(module)
     start = Snapshot({"": module, "batch": batch}, strangers)
     step = Step(module, batch, loss or model_loss, start)

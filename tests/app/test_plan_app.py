@@ -44,7 +44,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_no_key_of_a_command_is_called_as_a_group(command: str) -> None:
-    """Hydra would take `key=value` for a choice in the group, so that the key could not be given."""
+    """Hydra would take `key=value` for a choice in the group, so the key could not be given."""
     conf = ROOT / "conf"
     config = yaml.safe_load((conf / f"{command}.yaml").read_text())
     chosen = {group for entry in config["defaults"] if isinstance(entry, dict) for group in entry}

@@ -214,6 +214,26 @@ def test_budgets_must_be_bytes(budget: Any) -> None:
         estimate(Language(), tokens(), [budget])
 
 
+@pytest.mark.parametrize("argument", ["step", "optimizers"])
+def test_what_is_no_function(argument: str) -> None:
+    model = Language()
+    for value in (3, nn.MSELoss(), torch.optim.SGD(model.parameters())):
+        with pytest.raises(TypeError, match=f"^{argument} must be a function, got "):
+            estimate(model, tokens(), **{argument: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [None, Language, "model"])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, got"):
+        estimate(model, tokens())
+
+
+@pytest.mark.parametrize("loss", [None, 1.0, torch.ones(2, 3)])
+def test_a_step_of_ones_own_without_a_loss(loss: Any) -> None:
+    with pytest.raises(ValueError, match=r"^the loss must be .*got [N1a][^\[]*pass step=lambda"):
+        estimate(Language(), tokens(), step=lambda module, batch: loss)
+
+
 @pytest.mark.parametrize("budgets", ["60GiB", 10**9, 0.9])
 def test_one_budget_is_no_list(budgets: Any) -> None:
     with pytest.raises(TypeError, match=re.escape(f"pass budgets=[{budgets!r}]")):
@@ -221,7 +241,8 @@ def test_one_budget_is_no_list(budgets: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [("fast", TypeError), (None, TypeError), (0, ValueError), (-1.0, ValueError)]
+    ("value", "error"),
+    [("fast", TypeError), (None, TypeError), (0, ValueError), (-1.0, ValueError)],
 )
 @pytest.mark.parametrize("name", ["flops", "bytes", "link_bytes"])
 def test_a_speed_is_above_zero(name: str, value: Any, error: type[Exception]) -> None:

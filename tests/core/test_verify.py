@@ -486,13 +486,26 @@ def test_parameters_that_are_not_made_are_refused() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda m, x: m(x), "must be a tensor of one element that needs a gradient, got tensor"),
-        (lambda m, x: m(x).mean().detach(), "that needs a gradient, got tensor"),
+        (
+            lambda m, x: m(x),
+            "must be a tensor of one element that needs a gradient, got a tensor of shape ",
+        ),
+        (
+            lambda m, x: m(x).mean().detach(),
+            r"got a tensor of shape \(\) that needs none; pass loss=",
+        ),
         (lambda m, x: None, "that needs a gradient, got None; pass loss=lambda module, batch"),
     ],
 )
 def test_losses_that_are_none(loss: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        verify(Stack(), batch(0), loss=loss)
+
+
+@pytest.mark.parametrize("loss", [3, nn.MSELoss()], ids=repr)
+def test_a_loss_that_is_no_function(loss: Any) -> None:
+    """A criterion would get the module in place of a prediction."""
+    with pytest.raises(TypeError, match=r"^loss must be a function, got .*; pass loss=lambda"):
         verify(Stack(), batch(0), loss=loss)
 
 
