@@ -204,11 +204,17 @@ def _nothing_found(root: nn.Module) -> str:
 def _seen(root: nn.Module, limit: int = 10) -> dict[str, int]:
     """Names and counts of the classes in `root` that could be blocks, the likeliest first."""
     seen = [m for m in parts(root) if is_composite(m) and not is_sequential(m)]
+    if len(set(map(written_class, seen))) == len(seen):  # the blocks may have no parameters
+        seen += [m for m in parts(root) if m not in seen and not _is_torchs(m)]
     seen = seen or list(parts(root))  # single layers, if there is nothing else
     tiers = {written_class(m).__name__: tier_of(m) for m in seen}
     counts = Counter(written_class(m).__name__ for m in seen)
     likely = sorted(counts, key=lambda name: (counts[name] == 1, tiers[name], -counts[name]))
     return {name: counts[name] for name in likely[:limit]}
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return written_class(module).__module__.partition(".")[0] == "torch"
 
 
 def _nearest(root: nn.Module, entry: Any) -> str:

@@ -556,6 +556,36 @@ def test_numbered_attributes_are_listed():
     assert names(model, "GPTBlock") == names(model, "layer*") == ["layer1", "layer2", "layer3"]
 
 
+class Function(nn.Module):
+    """Has no parameters: they are in a closure."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        functions = [lambda x: x @ self.weight, torch.tanh, lambda x: x @ self.weight.T]
+        self.steps = nn.Sequential(*map(Function, functions))
+
+    def forward(self, x):
+        return self.steps(x)
+
+
+def test_what_is_repeated_inside_of_the_only_composite_is_named():
+    """A LightningModule around the model does not hide it."""
+    module = nn.ModuleDict({"net": Functional()})
+    with pytest.raises(ValueError, match=r"Classes seen: Function \(3\), .*layers='Function'"):
+        find_blocks(module)
+    assert len(find_blocks(module, "Function")) == 3
+
+
 def test_branches_of_numbered_blocks_are_not_taken_for_blocks():
     inception = kind("Inception")
 
