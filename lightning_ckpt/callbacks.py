@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.offload import OffloadConfig
 from lightning_ckpt.fitting import FitPlan
+from lightning_ckpt.monitor_settings import check_switch
 from lightning_ckpt.refusals import refuse_conflicts, refuse_xla
 from lightning_ckpt.verifying import refuse_unverifiable, verify_in_fit
 
@@ -76,6 +77,7 @@ class PartialCheckpoint(Callback):
         on_oom: str = "raise",
     ) -> None:
         self.fit_plan = FitPlan(every_n, offload, layers, budget, plan, on_oom)
+        check_switch("verify", verify)
         self.verify = verify
         self._is_verified = False
 
@@ -120,9 +122,9 @@ class PartialCheckpoint(Callback):
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self.fit_plan.apply_on_all_ranks(pl_module)
-        self.fit_plan.tell(trainer)
         self.fit_plan.measure(trainer)
         self.fit_plan.survive(trainer)
+        self.fit_plan.tell(trainer)  # what they refuse is not told of before
 
     @override
     def on_train_batch_start(

@@ -214,7 +214,7 @@ class FitPlan:
         """A training step begins: the first one's offload is watched."""
         self.end_step()
         offloader = self.handle.offloader if self.handle is not None else None
-        if offloader is not None and not self._is_watched:
+        if offloader is not None and not self._is_watched and not self._only_measures:
             self._is_watched = True
             holders = (trainer.lightning_module, trainer.optimizers, batch)
             device = trainer.strategy.root_device
@@ -223,8 +223,18 @@ class FitPlan:
     def end_step(self) -> None:
         """It has ended, or the next begins: print what was offloaded, on rank zero."""
         end, self._end_first_step = self._end_first_step, None
-        if end is not None:
-            _tell_of_offload(end())
+        if end is None:
+            return
+        report = end()
+        if self.budget is not None and not report.out_bytes:
+            self._is_watched = False  # the batch was measured, which says nothing of offload
+            return
+        _tell_of_offload(report)
+
+    @property
+    def _only_measures(self) -> bool:
+        """Whether there is a budget, and nothing to offload in the plan in force."""
+        return self.budget is not None and self.handle is not None and not self.handle.plan.offload
 
     @rank_zero_only
     def tell(self, trainer: "pl.Trainer") -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,12 @@ class MonitorSettings:
     table: bool = True
 
     def __post_init__(self) -> None:
-        _check_at_least_one("every_n_epochs", self.every_n_epochs)
+        _check_at_least_one("every_n_epochs", self.every_n_epochs, "1 measures every epoch")
         if self.first_steps is not None:
-            _check_at_least_one("first_steps", self.first_steps)
+            _check_at_least_one("first_steps", self.first_steps, "None follows every step")
+        check_switch("breakdown", self.breakdown)
+        check_switch("plot", self.plot, "True saves memory.png in the trainer's log_dir")
+        check_switch("table", self.table)
         _check_snapshot(self.snapshot)
         if self.plot and find_spec("matplotlib") is None:
             raise ModuleNotFoundError(
@@ -32,11 +36,23 @@ class MonitorSettings:
             )
 
 
-def _check_at_least_one(name: str, value: int) -> None:
+def check_switch(name: str, value: Any, hint: str = "") -> None:
+    """Refuse what is neither True nor False, such as a file's name.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name} must be True or False, got {value!r}" + (f"; {hint}" if hint else "")
+        )
+
+
+def _check_at_least_one(name: str, value: int, hint: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int of at least 1, got {value!r}")
+        raise TypeError(f"{name} must be an int of at least 1, got {value!r}; {hint}")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+        raise ValueError(f"{name} must be at least 1, got {value}; {hint}")
 
 
 def _check_snapshot(snapshot: bool | str) -> None:

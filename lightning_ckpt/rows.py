@@ -115,10 +115,12 @@ def verdict(report: Report) -> str:
 
 def counted(report: Report) -> str:
     """What it compared and counted, in sentences."""
-    compared = ", ".join(f"{number} {what}" for what, number in report.compared.items())
+    compared = ", ".join(
+        f"{number} {what}{'s' if number > 1 else ''}" for what, number in report.compared.items()
+    )
     num_recomputed = sum(number > 0 for number in report.recomputes.values())
     peaks = (report.plain_peak_bytes, report.checkpointed_peak_bytes)
-    plain, ours = ("unknown" if p is None else f"{p / 2**20:.3g} MiB" for p in peaks)
+    plain, ours = ("unknown" if p is None else f"{p / 2**20:,.2f} MiB" for p in peaks)
     return (
         f"Compared: {compared}. Recomputed: {num_recomputed} of {len(report.recomputes)} blocks, "
         f"{sum(report.recomputes.values())} times. Peak of the step: {plain} plain, "

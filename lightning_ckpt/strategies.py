@@ -83,9 +83,9 @@ class _PartialCheckpointing(Strategy):
             assert self.lightning_module is not None
             refuse_xla(trainer)
             self.fit_plan.apply_on_all_ranks(self.lightning_module)
-            self.fit_plan.tell(trainer)
             self.fit_plan.measure(trainer)
             self.fit_plan.survive(trainer)
+            self.fit_plan.tell(trainer)  # what they refuse is not told of before
         super().setup(trainer)
 
     @override

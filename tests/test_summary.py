@@ -54,10 +54,10 @@ def test_kept_runs_say_so() -> None:
 
 
 def test_report_without_differences_is_two_sentences() -> None:
-    text = printed(Report((), {"a.0": 1, "a.1": 0}, {"loss": 1, "gradient": 7}, 2**20, 2**19), 200)
+    text = printed(Report((), {"a.0": 1, "a.1": 0}, {"loss": 1, "gradient": 7}, 2**33, 2**19), 200)
     assert "the checkpointed step is the plain step, bit by bit" in text
-    assert "Compared: 1 loss, 7 gradient. Recomputed: 1 of 2 blocks, 1 times." in text
-    assert "Peak of the step: 1 MiB plain, 0.5 MiB checkpointed." in text
+    assert "Compared: 1 loss, 7 gradients. Recomputed: 1 of 2 blocks, 1 times." in text
+    assert "Peak of the step: 8,192.00 MiB plain, 0.50 MiB checkpointed." in text
     assert "Differs" not in text
 
 

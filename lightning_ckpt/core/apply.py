@@ -110,11 +110,8 @@ def apply_plan_quietly(
     Raises:
         ValueError: a block that it names is not there, is of another class, or lies in another.
     """
-    places = {block.offload for block in plan if block.offload}
-    if len(places) > 1:
-        raise ValueError(f"plan offloads to {' and '.join(sorted(places))}; choose one place")
-    if config is None and places:
-        config = OffloadConfig(target=places.pop(), scope="all")
+    if config is None and plan.offload:
+        config = OffloadConfig(target=plan.offload, scope="all")
     blocks = named_blocks(module, plan)
     return _apply(module, blocks, _with_class_names(plan, blocks), config, is_steady=True)
 

@@ -5,6 +5,7 @@ made of (the `Linear`s of an MLP, attention heads, experts) and what they make u
 """
 
 import difflib
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -136,6 +137,22 @@ def _check(entry: Any) -> None:
         raise TypeError(f"layers holds {entry!r}; it must be {FORMS}")
     if isinstance(entry, str) and not entry.strip():
         raise ValueError(f"layers holds an empty string ({entry!r}); it must be {FORMS}")
+    if not isinstance(entry, (str, type)):
+        _check_predicate(entry)
+
+
+def _check_predicate(entry: Any) -> None:
+    try:
+        signature = inspect.signature(entry)
+    except ValueError:  # some of those written in C do not say
+        return
+    try:
+        signature.bind("name", None)
+    except TypeError as error:
+        raise TypeError(
+            f"layers holds {entry!r}, which does not take (name, module): {error}; pass "
+            "lambda name, module: isinstance(module, Block)"
+        ) from None
 
 
 FORMS = (

@@ -105,7 +105,8 @@ class Plan:
 
         Raises:
             TypeError: it is of another shape.
-            ValueError: a key or a word is not known, or a block is named twice.
+            ValueError: a key or a word is not known, a block is named twice, or they offload to
+                two places.
         """
         if not isinstance(data, Mapping) or not isinstance(data.get("blocks"), Sequence):
             raise TypeError(
@@ -119,6 +120,9 @@ class Plan:
                 raise ValueError(f"plan names block {name!r} twice; keep one of the two")
         if not blocks:
             raise ValueError("plan has no blocks; name each with its action")
+        places = sorted({block.offload for block in blocks if block.offload})
+        if len(places) > 1:
+            raise ValueError(f"plan offloads to {' and '.join(places)}; choose one place")
         every_n = data.get("every_n")
         return cls(
             blocks,
@@ -132,7 +136,7 @@ PlanLike: TypeAlias = Plan | Mapping[str, Any] | str | PathLike[str]
 
 def _read_block(entry: Any) -> BlockPlan:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-        raise TypeError(f"plan has a block {entry!r}; it must be a dict with at least a name")
+        raise TypeError(f"plan has a block {entry!r}; it must be a dict with at least a name (str)")
     _check_keys(entry, {field.name for field in fields(BlockPlan)}, "a block of the plan")
     action, offload = entry.get("action"), entry.get("offload")
     _check_word("action", action, get_args(Action), entry["name"])

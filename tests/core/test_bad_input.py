@@ -9,7 +9,7 @@ import pytest
 from helpers import MlpBlock, Stack
 from torch import nn
 
-from lightning_ckpt import apply_partial_checkpoint, find_blocks
+from lightning_ckpt import PartialCheckpoint, apply_partial_checkpoint, find_blocks
 
 
 def classes(model: nn.Module) -> list[type]:
@@ -101,6 +101,15 @@ def test_predicate_that_matches_nothing() -> None:
     """Report A13: a predicate that is never true is an error as well."""
     with pytest.raises(ValueError, match="layers"):
         apply_partial_checkpoint(Stack(), layers=lambda name, module: False)
+
+
+@pytest.mark.parametrize("takes", [lambda: True, lambda module: True, lambda a, b, c: True])
+def test_predicate_of_other_arguments(takes: Any) -> None:
+    """Said before it is called, with the argument's name; further defaults do no harm."""
+    with pytest.raises(TypeError, match=r"layers holds .* does not take \(name, module\)"):
+        PartialCheckpoint(layers=takes)
+    with apply_partial_checkpoint(Stack(), layers=lambda n, m, c=MlpBlock: type(m) is c) as handle:
+        assert handle.plan.num_recomputed
 
 
 @pytest.mark.parametrize("layers", [3, 2.5, [3], [None], True, nn.Linear(2, 2), {}], ids=repr)

@@ -54,6 +54,11 @@ def test_impossible_values(values: dict[str, Any], error: type[Exception]) -> No
         assert "\n" not in str(caught.value)
 
 
+def test_bytes_are_no_words() -> None:
+    with pytest.raises(TypeError, match="min_bytes must be a whole number of bytes, got '1MiB'"):
+        OffloadConfig("disk", min_bytes="1MiB")  # type: ignore[arg-type]
+
+
 def test_an_unknown_key_is_named_with_those_that_are_known() -> None:
     with pytest.raises(ValueError, match=r"'prefech'.*prefetch"):
         read_offload({"prefech": 1})

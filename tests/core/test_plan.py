@@ -81,6 +81,15 @@ def test_a_plan_survives_a_dict_and_a_file(tmp_path: Path) -> None:
         ({"blocks": [{"name": "a", "action": "keep"}], "every": 2}, "'every'"),
         ({"blocks": [{"name": "a", "action": "keep"}], "every_n": 0}, "every_n"),
         ({"blocks": [{"name": "a", "action": "keep"}] * 2}, "'a' twice"),
+        (
+            {
+                "blocks": [
+                    {"name": f"layers.{i}", "action": "recompute", "offload": place}
+                    for i, place in enumerate(["host", "disk"])
+                ]
+            },
+            "disk and host",
+        ),
     ],
 )
 def test_bad_plans(data: Any, says: str, tmp_path: Path) -> None:
@@ -291,15 +300,6 @@ def test_saving_under_torch_compile() -> None:
         (
             {"blocks": [{"name": n, "action": "recompute"} for n in ("layers.0", "layers.0.up")]},
             "'layers.0.up'.*lies in",
-        ),
-        (
-            {
-                "blocks": [
-                    {"name": f"layers.{i}", "action": "recompute", "offload": place}
-                    for i, place in enumerate(["host", "disk"])
-                ]
-            },
-            "disk and host",
         ),
     ],
 )

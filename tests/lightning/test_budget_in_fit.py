@@ -471,12 +471,16 @@ def test_bad_words(owner: Any, words: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize("budget", ["auto", 0.5])
-def test_a_cpu_needs_a_figure(budget: Any) -> None:
-    """Said before the first step."""
-    peaks = Peaks()
+@pytest.mark.parametrize("owner", [PartialCheckpoint, PartialCheckpointStrategy])
+def test_a_cpu_needs_a_figure(owner: Any, budget: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before the first step, and before a word on what that will do."""
+    peaks, adapter = Peaks(), owner(budget=budget)
+    as_callback = isinstance(adapter, PartialCheckpoint)
+    trainer = trainer_of(adapter, peaks) if as_callback else trainer_of(peaks, strategy=adapter)
     with pytest.raises(ValueError, match="give bytes"):
-        trainer_of(PartialCheckpoint(budget=budget), peaks).fit(Lit(), loader())
+        trainer.fit(Lit(), loader())
     assert peaks.counts == []
+    assert "the first step" not in capsys.readouterr().out
 
 
 def test_compiled_blocks_on_a_cpu_are_refused() -> None:

@@ -101,6 +101,20 @@ def test_a_budget_below_what_recompute_needs(owner: Any, share: float, error: st
     assert predicted <= 1.03 * max(peaks.peaks[1:])
 
 
+@pytest.mark.parametrize("owner", [PartialCheckpoint, PartialCheckpointStrategy])
+def test_what_is_reported_is_the_first_step_that_offloads(owner: Any, error: str) -> None:
+    """Not the measured one before it, in which nothing is moved."""
+    without, _ = least_of(error)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        train(owner(budget=without - 1, offload=DISK))
+    before, *reports = " ".join(said.getvalue().split()).split("Offload, first step:")
+    assert "are recomputed in backward" in before
+    assert len(reports) == 1
+    assert "MiB moved to disk" in reports[0]
+    assert "nothing was moved" not in reports[0]
+
+
 def test_the_scope_says_what_may_be_offloaded(error: str) -> None:
     without, _ = least_of(error)
     inputs, kept = (OffloadConfig("disk", scope=scope, min_bytes=0) for scope in ("inputs", "kept"))  # type: ignore[arg-type]

@@ -311,7 +311,10 @@ def test_snapshot_when_memory_runs_out(tmp_path: Path, history: list[str]) -> No
     [
         ({"every_n_epochs": 0}, ValueError, "every_n_epochs must be at least 1, got 0"),
         ({"every_n_epochs": 1.5}, TypeError, "every_n_epochs must be an int"),
-        ({"first_steps": 0}, ValueError, "first_steps must be at least 1, got 0"),
+        ({"first_steps": 0}, ValueError, "first_steps must be at least 1, got 0; None follows"),
+        ({"plot": "x.png"}, TypeError, "plot must be True or False, got 'x.png'; True saves"),
+        ({"breakdown": 1}, TypeError, "breakdown must be True or False, got 1"),
+        ({"table": None}, TypeError, "table must be True or False, got None"),
         ({"first_steps": True}, TypeError, "first_steps must be an int"),
         ({"snapshot": "never"}, ValueError, "snapshot='never' is not known; use True"),
         ({"snapshot": 3}, TypeError, "snapshot must be True, False or 'oom'"),

@@ -359,3 +359,9 @@ def test_own_log_comes_back() -> None:
     model.log("loss", 1)
     assert said == [("loss", 1)]
     assert "log_dict" not in vars(model)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_verify_is_a_switch(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"verify must be True or False, got {value!r}"):
+        PartialCheckpoint(verify=value)

@@ -84,8 +84,9 @@ def _note(budget: int, step: Measurement, actions: Actions) -> str:
     predicted = predict(step, actions)
     if not step.calls:
         return (
-            "no block was computed again in the measured step, so nothing is known of them and "
-            "each is recomputed (under torch.compile that is not seen; use every_n= or plan=)"
+            "no block was computed again in the measured step (frozen blocks without a gradient "
+            "are not; compiled ones are not seen), so nothing is known of them and each stays "
+            "checkpointed; use every_n= or plan= to choose"
         )
     if all(actions[call.block] == "keep" for call in step.calls):
         return (

@@ -65,7 +65,8 @@ def _check_number(name: str, value: Any, least: int) -> None:
     if value is None and name == "max_host_bytes":
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"offload {name} must be a whole number, got {value!r}")
+        of_what = " of bytes" if name.endswith("bytes") else ""
+        raise TypeError(f"offload {name} must be a whole number{of_what}, got {value!r}")
     if value < least:
         raise ValueError(f"offload {name} must be at least {least}, got {value}")
 

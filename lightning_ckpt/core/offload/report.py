@@ -9,7 +9,7 @@ from lightning_ckpt.core.offload.targets import Moved
 _MIB = 2**20
 _NOTHING = (
     "nothing was moved, so offload changes nothing here: the blocks save less than min_bytes each, "
-    "there are no more of them than keep_last, or what they save cannot be moved; see what stayed"
+    "there are no more of them than keep_last or none in scope, or what they save cannot be moved"
 )
 
 
