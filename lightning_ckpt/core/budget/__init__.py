@@ -85,7 +85,7 @@ def _note(budget: int, step: Measurement, actions: Actions) -> str:
     if not step.calls:
         return (
             "no block was computed again in the measured step (frozen blocks without a gradient "
-            "are not; compiled ones are not seen), so nothing is known of them and each stays "
+            "are not; under torch.compile it is not seen), so nothing is known of them: each stays "
             "checkpointed; use every_n= or plan= to choose"
         )
     if all(actions[call.block] == "keep" for call in step.calls):
