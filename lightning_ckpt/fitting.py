@@ -136,7 +136,8 @@ class FitPlan:
             peak_tracker(device, trainer.lightning_module).stop()
         except PeakUnavailable as error:
             raise ValueError(
-                f"budget={self.budget!r} needs a measured step: {error}; or use every_n= or plan="
+                f"budget={self.budget!r} needs a measured step: {error}. Without a measured step, "
+                "every_n= and plan= work"
             ) from error
         self._batches = BudgetedBatches(self, self.budget, budget, self._weighed)
         self._batches.attach(trainer)
