@@ -155,6 +155,10 @@ def _legend(axes: "Axes", reverse: bool = False) -> None:
 def draw_estimate(estimate: Estimate, path: str | PathLike[str]) -> None:
     """Draw step time against peak memory into an image file, of the kind that its name says.
 
+    Args:
+        estimate: from `lightning_ckpt.estimate`.
+        path: the file, such as "plans.png"; its directory is made.
+
     Raises:
         ImportError: matplotlib is not installed.
     """

@@ -14,13 +14,16 @@ from helpers import assert_same, seed_all
 from lightning.pytorch.callbacks import Callback
 from test_budget_in_fit import Lit, Peaks, loader, state_of, trainer_of
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_ckpt import (
     OffloadConfig,
     PartialCheckpoint,
     PartialCheckpointDDPStrategy,
     PartialCheckpointStrategy,
+    fitting,
 )
+from lightning_ckpt.core.offload import watch_first_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -113,6 +116,29 @@ def test_what_is_reported_is_the_first_step_that_offloads(owner: Any, error: str
     assert len(reports) == 1
     assert "MiB moved to disk" in reports[0]
     assert "nothing was moved" not in reports[0]
+
+
+def test_no_step_is_watched_where_nothing_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make each step slower."""
+    watched: list[Any] = []
+    monkeypatch.setattr(
+        fitting, "watch_first_step", lambda *args: watched.append(args) or watch_first_step(*args)
+    )
+    _, _, plans = train(PartialCheckpoint(budget="1GiB", offload=DISK))
+    assert plans.plan.offload is None
+    assert not watched
+
+
+def test_a_later_batch_that_is_measured_is_not_reported(error: str) -> None:
+    """It moves nothing, though the plan before it offloads."""
+    without, _ = least_of(error)
+    batches = DataLoader([torch.randn(rows, 16) for rows in (ROWS, 2 * ROWS)], batch_size=None)
+    seed_all(0)
+    said = io.StringIO()
+    with redirect_stdout(said), pytest.raises(ValueError, match="less than any plan needs"):
+        trainer_of(PartialCheckpoint(budget=without - 1, offload=DISK)).fit(Wide(), batches)
+    assert "disk" in said.getvalue(), "the plan of the first"
+    assert "nothing was moved" not in " ".join(said.getvalue().split())
 
 
 def test_the_scope_says_what_may_be_offloaded(error: str) -> None:
