@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from lightning_ckpt.core.handle import Handle
 from lightning_ckpt.core.offload import OffloadConfig
+from lightning_ckpt.core.plan import check_switch
 from lightning_ckpt.fitting import FitPlan
-from lightning_ckpt.monitor_settings import check_switch
 from lightning_ckpt.refusals import refuse_conflicts, refuse_xla
 from lightning_ckpt.verifying import refuse_unverifiable, verify_in_fit
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+
+from lightning_ckpt.core.plan import check_switch
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,6 @@ class MonitorSettings:
                 "plot=True needs matplotlib: pip install 'lightning-ckpt[plot]', or leave "
                 "plot=False"
             )
-
-
-def check_switch(name: str, value: Any, hint: str = "") -> None:
-    """Refuse what is neither True nor False, such as a file's name.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(
-            f"{name} must be True or False, got {value!r}" + (f"; {hint}" if hint else "")
-        )
 
 
 def _check_at_least_one(name: str, value: int, hint: str) -> None:

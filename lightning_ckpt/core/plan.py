@@ -204,6 +204,18 @@ def check_every_n(every_n: int) -> int:
     return every_n
 
 
+def check_switch(name: str, value: Any, hint: str = "") -> None:
+    """Refuse what is neither True nor False, such as a file's name.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name} must be True or False, got {value!r}" + (f"; {hint}" if hint else "")
+        )
+
+
 def every_n_plan(
     blocks: Sequence[tuple[str, str]],
     every_n: int,
