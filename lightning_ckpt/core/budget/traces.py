@@ -185,8 +185,7 @@ class CallTrace:
         """Without a recompute it is not known what backward would need: it may be all that the
         forward made, for as long as its graph is there."""
         made = sum(made.num_bytes for each in self._made["forward"] for made in each)
-        peak = max([0, *self._levels["forward"], self._forward_end])
-        return Option(made, max(0, made - peak), None, 0.0)
+        return Option(made, 0, None, 0.0)  # the segment after the forward asks for as much
 
     def _kept_forward(self) -> int:
         """How much higher the forward's peak is if its activations are kept: it rises as the
