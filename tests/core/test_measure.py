@@ -496,10 +496,12 @@ def test_contexts_cost_time_for_each_operation() -> None:
     """Torch's selective contexts are Python, for each operation in forward and in the recompute."""
 
     class Slow(CostClock):
-        def overhead_seconds(self) -> float:
+        num_bytes = 0.0
+
+        def overhead_seconds(self, num_bytes: float) -> float:
+            Slow.num_bytes = num_bytes
             return 1.0
 
-    assert Clock("cpu").overhead_seconds() > 0
     seed_all(0)
     model = Stack(Attention(), Attention())
     speeds = {"flops_per_second": 1e30, "bytes_per_second": 1e30}
@@ -513,6 +515,17 @@ def test_contexts_cost_time_for_each_operation() -> None:
     assert fast["recompute_saving"].seconds < 1e-9
     assert slow["keep"].seconds == 0
     assert slow["recompute"].seconds < 1e-9
+    made = hidden().nbytes  # by most operations; products and views give more, or nothing
+    assert made / 2 < Slow.num_bytes < 4 * made
+
+
+def test_contexts_take_longer_between_large_tensors() -> None:
+    """They drive out of the caches what Python had there."""
+    clock = Clock("cpu")
+    small, large = (
+        min(clock.overhead_seconds(num_bytes) for _ in range(3)) for num_bytes in (0, 2**22)
+    )
+    assert 0 < small < large / 1.5
 
 
 def test_modes_may_end_in_the_order_in_which_they_began() -> None:

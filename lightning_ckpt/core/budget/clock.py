@@ -1,5 +1,6 @@
 """When things happen on a device."""
 
+import statistics
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -11,11 +12,9 @@ from typing_extensions import override
 from lightning_ckpt.core.arguments import tensors_of
 from lightning_ckpt.core.saving import Saving, contexts
 
-_NUM_OPERATIONS = 50
-# In a row Python's own data stay in the caches; between a step's operations they do not. A step of
-# 12 Llama blocks of width 256 lost twice as much for each operation as they do in a row.
-_IN_A_STEP = 2
+_NUM_OPERATIONS = 25
 _A_SAVING: Saving = "recompute_saving"
+_MOST_BYTES = 8 * 2**20  # between operations: more than the caches of a core hold
 
 
 class Clock:
@@ -46,13 +45,20 @@ class Clock:
         if not self._on_host:
             torch.accelerator.synchronize(self.device)
 
-    def overhead_seconds(self) -> float:
+    def overhead_seconds(self, num_bytes: float) -> float:
         """What torch's selective contexts take of the host's time for an operation. The clock of
-        an accelerator does not see it, and there it counts as nothing."""
+        an accelerator does not see it, and there it counts as nothing.
+
+        Args:
+            num_bytes: that an operation gives. What it reads and writes goes through the caches
+                and drives out what Python had there: with large tensors the contexts take six
+                times as long as with small ones.
+        """
         if not self._on_host:
             return 0.0
-        plain, kept = ([_small_operations(name) for _ in range(3)] for name in (None, _A_SAVING))
-        return _IN_A_STEP * max(0.0, min(kept) - min(plain)) / (2 * _NUM_OPERATIONS)
+        between = torch.zeros(min(int(2 * num_bytes), _MOST_BYTES), dtype=torch.uint8, device="cpu")
+        plain, kept = (_operation_seconds(saving, between) for saving in (None, _A_SAVING))
+        return max(0.0, kept - plain)
 
     def advance(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called after each operation, for clocks that go by what is computed."""
@@ -89,7 +95,7 @@ class CostClock(Clock):
         pass
 
     @override
-    def overhead_seconds(self) -> float:
+    def overhead_seconds(self, num_bytes: float) -> float:
         return 0.0
 
     @override
@@ -102,12 +108,15 @@ class CostClock(Clock):
         self._now += max(flops / self._flops_per_second, num_bytes / self._bytes_per_second)
 
 
-def _small_operations(saving: Saving | None) -> float:
-    """The time of some operations, done twice, under the contexts of `saving`."""
-    tensor = torch.zeros(1)
-    begin = time.perf_counter()
+def _operation_seconds(saving: Saving | None, between: torch.Tensor) -> float:
+    """The time of a small operation under the contexts of `saving`, where others went over the
+    tensor `between`; the median of some."""
+    small, times = torch.zeros(1, device="cpu"), []
     for context in (nullcontext(), nullcontext()) if saving is None else contexts(saving):
         with context:
             for _ in range(_NUM_OPERATIONS):
-                tensor + tensor
-    return time.perf_counter() - begin
+                between.add_(1)
+                begin = time.perf_counter()
+                small + small
+                times.append(time.perf_counter() - begin)
+    return statistics.median(times)

@@ -4,21 +4,19 @@ Note: [The forward asks last]
 The search knows two numbers of what a block holds while later ones compute. But what waits
 elsewhere leaves late where the model's code holds it for longer, so it is there in the forward of
 later blocks, and not in their backward. Taken together that is the larger, and nothing is gained.
-The peak hardly ever lies in the forward. So its segments ask for nothing at first, and those that
-turn out to be over the budget do in another search. What that one finds need not be the fastest, so
-for a few blocks changes of one or two of them are tried then.
+The peak hardly ever lies in the forward. So its segments ask for nothing in the search, which gives
+the faster plans first, and the first of them that is within the budget in the forward, too, is the
+fastest of all. Only if many are not, the segments in which they are over it ask for something.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Set
 from itertools import combinations
-from typing import Any
 
 from lightning_ckpt.core.budget.able import choices
 from lightning_ckpt.core.budget.costs import (
     Actions,
     Kind,
     Measurement,
-    Prediction,
     predict,
     predicted_peaks,
 )
@@ -26,7 +24,9 @@ from lightning_ckpt.core.budget.needs import Needs, needs_of
 from lightning_ckpt.core.budget.planner import search
 from lightning_ckpt.core.plan import Choice, is_offloaded
 
-_FEW = 12  # blocks of which any two may be changed together, in some tenths of a second
+_MANY = 2000  # plans that are tried for a budget, in some tenths of a second
+_FEW = 200  # for each of many budgets
+_FEW_BLOCKS = 12  # of which any two may be changed together
 
 
 class Finder:
@@ -47,44 +47,42 @@ class Finder:
     def within(self, budget: int) -> list[Choice] | None:
         """The fastest plan that is found within a budget, in bytes; None: none is.
         Note: [The forward asks last]."""
-        found, over = self._searched(budget)
-        if over is None:
-            return found
-        better = self._improved(found or over, lambda each: (max(each.peak, budget), each.seconds))
-        return better if predict(self._step, better).peak <= budget else None
+        return self._searched(budget, _MANY)[0]
 
-    def _searched(self, budget: int) -> tuple[list[Choice] | None, list[Choice] | None]:
-        """What the search finds; and a faster plan that is over the budget in the forward alone."""
-        without, over = self._forward, None
-        while True:
-            if without not in self._needs:
-                self._needs[without] = needs_of(self._step, self._able, without)
-            found = search(self._needs[without], budget)
-            if found is None:
-                return None, over
-            peaks = predicted_peaks(self._step, found)
-            too_high = {index for index, peak in enumerate(peaks) if peak > budget}
+    def _searched(self, budget: int, most: int) -> tuple[list[Choice] | None, bool]:
+        """The same, and whether that is sure after so many plans at most."""
+        too_high: frozenset[int] = frozenset()
+        for number, plan in enumerate(search(self._needs_without(self._forward), budget)):
+            too_high = self._too_high(plan, budget)
             if not too_high:
-                return found, over
-            over = over or found
-            if without.isdisjoint(too_high):
-                return None, over
-            without -= too_high
+                return plan, True
+            if number == most:
+                return self._searched_with(too_high, budget), False
+        return None, True
 
-    def _improved(self, plan: list[Choice], cost: Callable[[Prediction], Any]) -> list[Choice]:
-        """The plan after changes of one or two blocks, as long as one makes it better."""
-        if len(plan) > _FEW:
-            return plan
-        ones = [((b, choice),) for b, able in enumerate(self._able) for choice in able]
-        twos = [(*one, *two) for one, two in combinations(ones, 2)]
-        least, is_better = cost(predict(self._step, plan)), True
-        while is_better:
-            is_better = False
-            for changes in (*ones, *twos):
-                changed = [dict(changes).get(block, choice) for block, choice in enumerate(plan)]
-                if changed != plan and (now := cost(predict(self._step, changed))) < least:
-                    plan, least, is_better = changed, now, True
-        return plan
+    def _searched_with(self, too_high: Set[int], budget: int) -> list[Choice] | None:
+        """What is found if these segments of the forward ask for something, too."""
+        asking: Set[int] = frozenset()
+        while not too_high <= asking:
+            asking |= too_high
+            found = next(search(self._needs_without(self._forward - asking), budget), None)
+            if found is None:
+                return None
+            too_high = self._too_high(found, budget)
+            if not too_high:
+                return found
+        return None
+
+    def _needs_without(self, segments: frozenset[int]) -> Needs:
+        """What is asked for if these segments ask for nothing."""
+        if segments not in self._needs:
+            self._needs[segments] = needs_of(self._step, self._able, segments)
+        return self._needs[segments]
+
+    def _too_high(self, plan: list[Choice], budget: int) -> frozenset[int]:
+        """Segments in which the plan is over the budget."""
+        peaks = enumerate(predicted_peaks(self._step, plan))
+        return frozenset(index for index, peak in peaks if peak > budget)
 
     def least(self) -> list[Choice]:
         """The plan with the smallest peak that is found."""
@@ -92,15 +90,28 @@ class Finder:
         low, high, is_sure = 0, predict(self._step, best).peak, True
         while high - low > 1:
             middle = (low + high) // 2
-            found, over = self._searched(middle)
-            is_sure &= over is None
+            found, is_known = self._searched(middle, _FEW)
+            is_sure &= is_known
             if found is None:
                 low = middle
             else:
                 best, high = found, predict(self._step, found).peak
-        if is_sure:
-            return best
-        return self._improved(best, lambda each: (each.peak, each.seconds))
+        return best if is_sure else self._lowered(best)
+
+    def _lowered(self, plan: list[Choice]) -> list[Choice]:
+        """The plan after changes of one or two blocks, as long as one lowers its peak."""
+        if len(plan) > _FEW_BLOCKS:
+            return plan
+        ones = [((b, choice),) for b, able in enumerate(self._able) for choice in able]
+        twos = [(*one, *two) for one, two in combinations(ones, 2)]
+        least, is_lower = predict(self._step, plan)[:2], True
+        while is_lower:
+            is_lower = False
+            for changes in (*ones, *twos):
+                changed = [dict(changes).get(block, choice) for block, choice in enumerate(plan)]
+                if changed != plan and (now := predict(self._step, changed)[:2]) < least:
+                    plan, least, is_lower = changed, now, True
+        return plan
 
 
 def _forward_segments(step: Measurement) -> Iterator[int]:

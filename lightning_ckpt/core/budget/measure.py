@@ -9,6 +9,7 @@ A node's saved tensors are let go after the gradients of what it broadcast (a bi
 those that a recompute gave are let go before. So a kept block may need those sums on top.
 """
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -85,7 +86,6 @@ class StepRecorder:
         self._times: list[tuple[Any, Any]] = []
         self._resumed: Any = None
         self._state_bytes: int | None = None
-        self._overhead = clock.overhead_seconds()
         self._met_before = 0  # the stretch that lasts
         tracker.backdate()
 
@@ -241,8 +241,10 @@ class StepRecorder:
     def _calls(self, link: Link) -> Iterator[Call]:
         """What can be done with each."""
         known = windows((raw.kind, raw.call) for raw in self._raw)
+        sizes = [size for trace in self.calls for size in trace.made_sizes()]
+        overhead = self.clock.overhead_seconds(statistics.mean(sizes or [0]))
         for index, trace in enumerate(self.calls):
-            options, window = trace.options(self._overhead), known.get(index)
+            options, window = trace.options(overhead), known.get(index)
             movable = trace.movable(window.returns) if window else None
             if window is None or movable is None:
                 yield Call(trace.block, options)

@@ -162,6 +162,10 @@ class CallTrace:
             sum(self._others.values()),
         )
 
+    def made_sizes(self) -> list[int]:
+        """Bytes of each storage that its forward made."""
+        return [made.num_bytes for each in self._made["forward"] for made in each]
+
     def times(self) -> tuple[Any, Any]:
         """When its recompute began and ended."""
         return self._times or (self._begun, self._begun)
@@ -184,7 +188,7 @@ class CallTrace:
     def _all_kept(self) -> Option:
         """Without a recompute it is not known what backward would need: it may be all that the
         forward made, for as long as its graph is there."""
-        made = sum(made.num_bytes for each in self._made["forward"] for made in each)
+        made = sum(self.made_sizes())
         return Option(made, 0, None, 0.0)  # the segment after the forward asks for as much
 
     def _kept_forward(self) -> int:
