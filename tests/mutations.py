@@ -43,6 +43,7 @@ TIMELINE, MEASURE = "tests/core/test_memory_timeline.py", "tests/core/test_measu
 HOST, FORK = "tests/core/test_offload_host.py", "tests/core/test_offload_fork.py"
 REPEAT, UNDO = "tests/core/test_repeat.py", "tests/core/test_undo.py"
 SURVIVING = "tests/lightning/test_surviving.py"
+SAVING = "tests/core/test_saving.py"
 FOUND, WEIGHED = "tests/core/test_offload_found.py", "tests/core/test_offload_weighed.py"
 BUDGET = f"{CORE}/budget"
 
@@ -863,6 +864,48 @@ MUTATIONS = [
         (FOUND,),
     ),
     Mutation(
+        "what is computed in the middle of a forward is not kept",
+        f"{CORE}/recompute.py",
+        "return keeping.paused()",
+        "return nullcontext()",
+        (SAVING,),
+    ),
+    Mutation(
+        "compiled code has no contexts in its graph",
+        f"{CORE}/saving.py",
+        "if is_compiling():",
+        "if False:",
+        (SAVING,),
+    ),
+    Mutation(
+        "calls are known that come to a product",
+        f"{CORE}/saving.py",
+        '"inner", ',
+        "",
+        (SAVING,),
+    ),
+    Mutation(
+        "what is written in Python may call anything",
+        f"{CORE}/saving.py",
+        'may_keep = getattr(func, "__name__", "") not in _IN_PYTHON',
+        "may_keep = False",
+        (SAVING,),
+    ),
+    Mutation(
+        "the contexts stand around dear calls alone",
+        f"{CORE}/saving.py",
+        "may_keep = func.__name__ in self._names",
+        "may_keep = True",
+        (SAVING,),
+    ),
+    Mutation(
+        "what is kept costs time, too",
+        f"{BUDGET}/saved_results.py",
+        "lost += overhead.kept",
+        "lost += 0 * overhead.kept",
+        (MEASURE,),
+    ),
+    Mutation(
         "the contexts take longer between large tensors",
         f"{BUDGET}/clock.py",
         "between.add_(1)",
@@ -875,13 +918,6 @@ MUTATIONS = [
         "statistics.mean(sizes or [0])",
         "0",
         (MEASURE,),
-    ),
-    Mutation(
-        "changes of two blocks",
-        f"{BUDGET}/finding.py",
-        "for changes in (*ones, *twos):",
-        "for changes in ones:",
-        (FOUND,),
     ),
     Mutation(
         "the least is improved, too",

@@ -28,7 +28,7 @@ from lightning_ckpt.core.compiled import (
     warn_of_offload,
 )
 from lightning_ckpt.core.replay import Replay, check_unchanged, replayed
-from lightning_ckpt.core.saving import Contexts, Saving, contexts
+from lightning_ckpt.core.saving import Narrow, Saving, contexts, narrow_contexts
 from lightning_ckpt.core.state import Before
 from lightning_ckpt.core.surroundings import Surroundings
 from lightning_ckpt.core.watchers import Phase, Watch, Watched, saving_inputs, watches
@@ -225,7 +225,7 @@ class _Region:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._before: Before | None = before  # until the forward has ended
         self._replay: Replay | None = None
-        self._saved: Contexts | None = contexts(saving) if saving else None
+        self._saved: tuple[Narrow, Narrow] | None = narrow_contexts(saving) if saving else None
         self._watches: list[Watch] = watches(module)
         self._is_checked = False
 
@@ -262,10 +262,13 @@ class _Region:
 
     def _taking(self) -> AbstractContextManager[Any]:
         """Take kept results in place of computing them: once. Let them go with the context, so that
-        a second backward computes them all."""
-        if self._saved is None or self._replay is None:
+        a second backward computes them all. In the middle of a forward none is taken, or kept."""
+        if self._saved is None:
             return nullcontext()
-        (_, taking), self._saved = self._saved, None
+        keeping, taking = self._saved
+        if self._replay is None:
+            return keeping.paused()
+        self._saved = None
         return taking
 
     def saved_inputs(self) -> AbstractContextManager[Any]:

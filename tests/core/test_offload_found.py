@@ -85,7 +85,7 @@ def test_after_many_plans_it_is_the_forward_that_asks(monkeypatch: pytest.Monkey
     low = predict(step, least_peak(step, ALL)).peak
     monkeypatch.setattr(finding, "_MANY", 0)
     monkeypatch.setattr(finding, "_FEW", 0)
-    assert predict(step, least_peak(step, ALL)).peak == low  # by changes of two blocks
+    assert predict(step, least_peak(step, ALL)).peak == low  # by changes of a block
     monkeypatch.setattr(finding, "_FEW_BLOCKS", 2)
     least = predict(step, least_peak(step, ALL)).peak
     assert low < least <= 1.1 * low

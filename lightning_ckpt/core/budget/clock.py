@@ -3,18 +3,34 @@
 import statistics
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import linear
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_ckpt.core.arguments import tensors_of
-from lightning_ckpt.core.saving import Saving, contexts
+from lightning_ckpt.core.saving import Saving, narrow_contexts
 
-_NUM_OPERATIONS = 25
+_NUM_TRIALS = 25
 _A_SAVING: Saving = "recompute_saving"
 _MOST_BYTES = 8 * 2**20  # between operations: more than the caches of a core hold
+
+
+class Overhead(NamedTuple):
+    """Seconds that a partly recomputed block loses, in forward and again in the recompute.
+
+    Attributes:
+        operation: for each operation.
+        kept: for each whose result it keeps.
+    """
+
+    operation: float
+    kept: float
+
+
+NONE = Overhead(0.0, 0.0)
 
 
 class Clock:
@@ -45,9 +61,9 @@ class Clock:
         if not self._on_host:
             torch.accelerator.synchronize(self.device)
 
-    def overhead_seconds(self, num_bytes: float) -> float:
-        """What torch's selective contexts take of the host's time for an operation. The clock of
-        an accelerator does not see it, and there it counts as nothing.
+    def overhead(self, num_bytes: float) -> Overhead:
+        """What the contexts of a partly recomputed block take of the host's time. The clock of an
+        accelerator does not see it, and there it counts as nothing.
 
         Args:
             num_bytes: that an operation gives. What it reads and writes goes through the caches
@@ -55,10 +71,10 @@ class Clock:
                 times as long as with small ones.
         """
         if not self._on_host:
-            return 0.0
+            return NONE
         between = torch.zeros(min(int(2 * num_bytes), _MOST_BYTES), dtype=torch.uint8, device="cpu")
-        plain, kept = (_operation_seconds(saving, between) for saving in (None, _A_SAVING))
-        return max(0.0, kept - plain)
+        plain, under = (_seconds(saving, between) for saving in (None, _A_SAVING))
+        return Overhead(*(max(0.0, more - less) for more, less in zip(under, plain, strict=True)))
 
     def advance(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called after each operation, for clocks that go by what is computed."""
@@ -95,8 +111,8 @@ class CostClock(Clock):
         pass
 
     @override
-    def overhead_seconds(self, num_bytes: float) -> float:
-        return 0.0
+    def overhead(self, num_bytes: float) -> Overhead:
+        return NONE
 
     @override
     def advance(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -108,15 +124,18 @@ class CostClock(Clock):
         self._now += max(flops / self._flops_per_second, num_bytes / self._bytes_per_second)
 
 
-def _operation_seconds(saving: Saving | None, between: torch.Tensor) -> float:
-    """The time of a small operation under the contexts of `saving`, where others went over the
-    tensor `between`; the median of some."""
-    small, times = torch.zeros(1, device="cpu"), []
-    for context in (nullcontext(), nullcontext()) if saving is None else contexts(saving):
-        with context:
-            for _ in range(_NUM_OPERATIONS):
-                between.add_(1)
+def _seconds(saving: Saving | None, between: torch.Tensor) -> tuple[float, float]:
+    """The times of a small sum and of a small product under the contexts of `saving`, where others
+    went over the tensor `between`; the medians of some."""
+    small, weight = torch.zeros(1, 1, 1, device="cpu"), torch.zeros(1, 1, device="cpu")
+    sums: list[float] = []
+    products: list[float] = []
+    around = nullcontext() if saving is None else narrow_contexts(saving)[0]
+    for _ in range(_NUM_TRIALS):
+        for times, operation, other in ((sums, torch.add, small), (products, linear, weight)):
+            between.add_(1)
+            with around:
                 begin = time.perf_counter()
-                small + small
+                operation(small, other)
                 times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(sums), statistics.median(products)

@@ -10,7 +10,6 @@ fastest of all. Only if many are not, the segments in which they are over it ask
 """
 
 from collections.abc import Iterator, Set
-from itertools import combinations
 
 from lightning_ckpt.core.budget.able import choices
 from lightning_ckpt.core.budget.costs import (
@@ -26,7 +25,7 @@ from lightning_ckpt.core.plan import Choice, is_offloaded
 
 _MANY = 2000  # plans that are tried for a budget, in some tenths of a second
 _FEW = 200  # for each of many budgets
-_FEW_BLOCKS = 12  # of which any two may be changed together
+_FEW_BLOCKS = 12  # of which each may be changed, in some tenths of a second
 
 
 class Finder:
@@ -99,17 +98,17 @@ class Finder:
         return best if is_sure else self._lowered(best)
 
     def _lowered(self, plan: list[Choice]) -> list[Choice]:
-        """The plan after changes of one or two blocks, as long as one lowers its peak."""
+        """The plan after changes of one block, as long as one lowers its peak."""
         if len(plan) > _FEW_BLOCKS:
             return plan
-        ones = [((b, choice),) for b, able in enumerate(self._able) for choice in able]
-        twos = [(*one, *two) for one, two in combinations(ones, 2)]
         least, is_lower = predict(self._step, plan)[:2], True
         while is_lower:
             is_lower = False
-            for changes in (*ones, *twos):
-                changed = [dict(changes).get(block, choice) for block, choice in enumerate(plan)]
-                if changed != plan and (now := predict(self._step, changed)[:2]) < least:
+            for block, choice in (
+                (b, choice) for b, able in enumerate(self._able) for choice in able
+            ):
+                changed = [*plan[:block], choice, *plan[block + 1 :]]
+                if (now := predict(self._step, changed)[:2]) < least:
                     plan, least, is_lower = changed, now, True
         return plan
 

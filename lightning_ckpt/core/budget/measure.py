@@ -242,7 +242,7 @@ class StepRecorder:
         """What can be done with each."""
         known = windows((raw.kind, raw.call) for raw in self._raw)
         sizes = [size for trace in self.calls for size in trace.made_sizes()]
-        overhead = self.clock.overhead_seconds(statistics.mean(sizes or [0]))
+        overhead = self.clock.overhead(statistics.mean(sizes or [0]))
         for index, trace in enumerate(self.calls):
             options, window = trace.options(overhead), known.get(index)
             movable = trace.movable(window.returns) if window else None

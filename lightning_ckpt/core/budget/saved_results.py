@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.clock import Clock, Overhead
 from lightning_ckpt.core.budget.costs import Option
 from lightning_ckpt.core.recompute import Phase
 from lightning_ckpt.core.saving import SAVED, Saving
@@ -63,15 +63,17 @@ class SavedResults:
         return bool(self._results) and not self._is_spoiled
 
     def option(
-        self, levels: dict[Phase, list[int]], seconds: float, overhead: float, clock: Clock
+        self, levels: dict[Phase, list[int]], seconds: float, overhead: Overhead, clock: Clock
     ) -> Option:
         """What it would mean for the call."""
         spared = sum(clock.seconds(*times) for times in self._times)
+        lost = overhead.operation * sum(map(len, levels.values()))
+        lost += overhead.kept * (len(self._results) + len(self._times))
         return Option(
             held=self._held,
             forward=max(0, self._peaks["forward"] - max([0, *levels["forward"]])),
             recompute=max(0, self._peaks["recompute"] - max([0, *levels["recompute"]])),
-            seconds=max(0.0, seconds - spared) + overhead * sum(map(len, levels.values())),
+            seconds=max(0.0, seconds - spared) + lost,
             output=sum(result.num_bytes for result in self._each() if not result.is_extra),
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ckpt.core._torch import CASTS
-from lightning_ckpt.core.budget.clock import Clock
+from lightning_ckpt.core.budget.clock import Clock, Overhead
 from lightning_ckpt.core.budget.costs import Option
 from lightning_ckpt.core.budget.inputs import InputWatch
 from lightning_ckpt.core.budget.saved_results import SavedResults, is_plain
@@ -170,9 +170,9 @@ class CallTrace:
         """When its recompute began and ended."""
         return self._times or (self._begun, self._begun)
 
-    def options(self, overhead: float) -> dict[Choice, Option]:
-        """What could be done with this call; after `Clock.synchronize`. A partly recomputed call
-        loses `overhead` seconds for each operation."""
+    def options(self, overhead: Overhead) -> dict[Choice, Option]:
+        """What could be done with this call; after `Clock.synchronize`. `overhead` is lost where
+        it is partly recomputed."""
         if self._times is None:  # backward never came here: it costs nothing, and would hold much
             return {"recompute": Option(0, 0, 0, 0.0), "keep": self._all_kept()}
         seconds = self._clock.seconds(*self._times)
