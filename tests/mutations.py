@@ -859,8 +859,8 @@ MUTATIONS = [
     Mutation(
         "plans after the first are tried",
         f"{BUDGET}/finding.py",
-        "_MANY = 2000",
-        "_MANY = 0",
+        "_MANY, _FEW = 2000, 200",
+        "_MANY, _FEW = 0, 200",
         (FOUND,),
     ),
     Mutation(

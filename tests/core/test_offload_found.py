@@ -46,7 +46,7 @@ def assert_found(step: Measurement) -> None:
 def test_the_search_alone_is_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what waits elsewhere leaves when the next block has ended. In these steps results are
     held twice, or late, or by the next block only."""
-    for name in ("_MANY", "_FEW", "_FEW_BLOCKS"):
+    for name in ("_MANY", "_FEW", "_NUM_BLOCKS"):
         monkeypatch.setattr(finding, name, 0)
     step = some_step(random.Random(seed), seed % 3 + 2)
     calls = (call._replace(gone=call.leaves or 0) for call in step.calls)
@@ -86,7 +86,7 @@ def test_after_many_plans_it_is_the_forward_that_asks(monkeypatch: pytest.Monkey
     monkeypatch.setattr(finding, "_MANY", 0)
     monkeypatch.setattr(finding, "_FEW", 0)
     assert predict(step, least_peak(step, ALL)).peak == low  # by changes of a block
-    monkeypatch.setattr(finding, "_FEW_BLOCKS", 2)
+    monkeypatch.setattr(finding, "_NUM_BLOCKS", 2)
     least = predict(step, least_peak(step, ALL)).peak
     assert low < least <= 1.1 * low
     with pytest.raises(BudgetTooSmall):

@@ -23,9 +23,10 @@ from lightning_ckpt.core.budget.needs import Needs, needs_of
 from lightning_ckpt.core.budget.planner import search
 from lightning_ckpt.core.plan import Choice, is_offloaded
 
-_MANY = 2000  # plans that are tried for a budget, in some tenths of a second
-_FEW = 200  # for each of many budgets
-_FEW_BLOCKS = 12  # of which each may be changed, in some tenths of a second
+# For so many blocks it takes some tenths of a second to try so many plans for a budget, or few for
+# each of many budgets, or to change each block. It takes as long for fewer plans of more blocks.
+_NUM_BLOCKS = 12
+_MANY, _FEW = 2000, 200
 
 
 class Finder:
@@ -50,12 +51,13 @@ class Finder:
 
     def _searched(self, budget: int, most: int) -> tuple[list[Choice] | None, bool]:
         """The same, and whether that is sure after so many plans at most."""
+        most = int(most * min(1.0, _NUM_BLOCKS / max(1, len(self._able))) ** 2)
         too_high: frozenset[int] = frozenset()
         for number, plan in enumerate(search(self._needs_without(self._forward), budget)):
             too_high = self._too_high(plan, budget)
             if not too_high:
                 return plan, True
-            if number == most:
+            if number >= most:
                 return self._searched_with(too_high, budget), False
         return None, True
 
@@ -99,17 +101,16 @@ class Finder:
 
     def _lowered(self, plan: list[Choice]) -> list[Choice]:
         """The plan after changes of one block, as long as one lowers its peak."""
-        if len(plan) > _FEW_BLOCKS:
+        if len(plan) > _NUM_BLOCKS:
             return plan
         least, is_lower = predict(self._step, plan)[:2], True
         while is_lower:
             is_lower = False
-            for block, choice in (
-                (b, choice) for b, able in enumerate(self._able) for choice in able
-            ):
-                changed = [*plan[:block], choice, *plan[block + 1 :]]
-                if (now := predict(self._step, changed)[:2]) < least:
-                    plan, least, is_lower = changed, now, True
+            for block, able in enumerate(self._able):
+                for choice in able:
+                    changed = [*plan[:block], choice, *plan[block + 1 :]]
+                    if (now := predict(self._step, changed)[:2]) < least:
+                        plan, least, is_lower = changed, now, True
         return plan
 
 
