@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from lightning_ckpt.core.estimate import Estimate
@@ -34,6 +35,8 @@ _PART_LABELS = {
     "optimizer_states": "optimizer states",
     "other": "other (batch, temporaries)",
 }
+
+_TITLE_WIDTH = 90  # letters that fit beside each other
 
 
 def save_picture(
@@ -77,7 +80,8 @@ def _draw_epochs(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
         peaks = [row["peak_allocated_MiB"] for row in rows]
         axes.bar(epochs, peaks, width, label="peak", color=_PART_COLOURS["parameters"])
     plan = f" ({rows[-1]['plan']})" if rows and rows[-1]["plan"] != PLAIN else ""
-    axes.set_title(f"Peak memory of each epoch, and what it was made of{plan}", loc="left")
+    title = f"Peak memory of each epoch, and what it was made of{plan}"
+    axes.set_title(fill(title, _TITLE_WIDTH), loc="left")
     axes.set_xlabel("epoch")
     axes.set_ylabel("MiB")
     axes.set_xticks(epochs if len(epochs) <= 20 else epochs[:: len(epochs) // 10])
@@ -102,7 +106,7 @@ def _draw_step(axes: "Axes", timeline: Timeline) -> None:
             linewidth=0,
             label=label,
         )
-    _mark_peak(axes, times, live)
+    _mark_peak(axes, times, live, end)
     axes.set_title("One training step: memory in use", loc="left")
     axes.set_ylabel("MiB")
     axes.set_ylim(0, 1.15 * highest or 1)
@@ -111,12 +115,17 @@ def _draw_step(axes: "Axes", timeline: Timeline) -> None:
     axes.set_xlabel("milliseconds since the step began")
 
 
-def _mark_peak(axes: "Axes", times: Sequence[float], live: Sequence[float]) -> None:
+def _mark_peak(axes: "Axes", times: Sequence[float], live: Sequence[float], end: float) -> None:
     at = max(range(len(live)), key=live.__getitem__, default=None)
     if at is not None:
         axes.plot(times[at], live[at], "o", color="black", markersize=4)
+        is_late = times[at] > end / 2  # words after it would lie on the legend
         axes.annotate(
-            f"peak {live[at]:,.1f} MiB", (times[at], live[at]), (6, 6), textcoords="offset points"
+            f"peak {live[at]:,.1f} MiB",
+            (times[at], live[at]),
+            (-6 if is_late else 6, 6),
+            textcoords="offset points",
+            ha="right" if is_late else "left",
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from monitor_helpers import (
     TRAINER_WARNS,
@@ -159,6 +160,48 @@ def test_picture_has_every_part_and_phase(tmp_path: Path) -> None:
         .reshape(-1, 3)
     }
     assert {(0, 114, 178), (86, 180, 233), (0, 158, 115), (153, 153, 153), (230, 159, 0)} <= colours
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, path: Path, peak_at: float, plan: str) -> Figure:
+    """The picture of a step with its peak there, laid out."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(self: Figure, *args: Any, **values: Any) -> None:
+        figures.append(self)
+        save(self, *args, **values)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    phases = (Span("forward", 0, 0.4), Span("backward", 0.4, 0.9), Span("optimizer", 0.9, 1.0))
+    points = tuple((i / 100, 2**30 * (90 if i == int(100 * peak_at) else 60)) for i in range(100))
+    save_picture(path / "a.png", [row(0, plan=plan)], Timeline(points, phases, (), ()))
+    return figures[0]
+
+
+@pytest.mark.parametrize("peak_at", [0.01, 0.4, 0.6, 0.98])
+def test_no_words_of_a_picture_lie_on_others_or_are_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak_at: float
+) -> None:
+    """The peak's label and the legend; a plan of many words in the title."""
+    plan = "0 to 12 of 24 blocks recomputed, offload to disk at times; 3 of 8 blocks recomputed"
+    figure = drawn(monkeypatch, tmp_path, peak_at, plan)
+    epochs, live, _ = figure.axes
+    (label,) = live.texts
+    assert not label.get_window_extent().overlaps(live.get_legend().get_window_extent())
+    assert live.get_window_extent().x0 <= label.get_window_extent().x0
+    title = epochs.get_tightbbox()
+    assert title is not None
+    assert 0 <= title.x0 and title.x1 <= figure.bbox.x1
+
+
+def test_a_table_of_large_figures_fits_a_usual_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    large = {"peak_allocated_MiB": 131072.5, "peak_host_MiB": 1931072.5, "step_s": 123.456}
+    plan = "0 to 48 of 48 blocks recomputed, offload to disk at times"
+    print_epochs([row(1000, rank=127, plan=plan, **large)], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert all(word in text for word in ("1000", "131,072.5", "1,931,072.5", "123.456", "127"))
 
 
 class Takes:

@@ -34,10 +34,10 @@ def check_directory(directory: str | None) -> str:
             f"offload directory={path!r} is relative, and the ranks of a distributed run may have "
             "other working directories; give an absolute path"
         )
-    path = os.path.abspath(path)
     hint = "give an existing local directory that you may write to"
-    if not os.path.isdir(path):
+    if not os.path.isdir(path):  # "" is none, and no other word for the working directory
         raise ValueError(f"offload directory={path!r} is no directory; {hint}")
+    path = os.path.abspath(path)
     if not os.access(path, os.W_OK | os.X_OK) or _is_read_only(path):
         raise ValueError(f"offload directory={path!r} is read-only; {hint}")
     if (kind := file_system(path)) in _NETWORK.split():
@@ -84,7 +84,8 @@ def host_budget(max_host_bytes: int | None) -> int:
     if total and max_host_bytes > total:
         raise ValueError(
             f"offload max_host_bytes={max_host_bytes} is more than the {total} bytes of memory "
-            "that this machine (or its control group) has"
+            "that this machine (or its control group) has; give less, or None for a share of what "
+            "is free"
         )
     return max_host_bytes
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lightning_ckpt.core.offload.targets import Moved
 
 _MIB = 2**20
+_LITTLE = 0.1  # of the peak
 _NOTHING = (
     "nothing was moved, so offload changes nothing here: the blocks save less than min_bytes each, "
     "there are no more of them than keep_last or none in scope, or what they save cannot be moved"
@@ -104,16 +105,32 @@ class OffloadReport:
 
 
 def _sentence_of(moment: PeakMoment, most_away: int) -> str:
-    start = (
+    sentence = (
         f"the peak, {_mib(moment.peak_bytes)}, came in {moment.phase}, while "
         f"{_mib(moment.away_bytes)} of at most {_mib(most_away)} were elsewhere"
     )
-    if 2 * moment.away_bytes >= most_away:
-        return f"{start}; without offload it would have been higher by that"
-    return (
-        f"{start}: what runs there dominates the peak, and offload cannot lower it further; "
-        "smaller batches, or a loss that needs fewer logits at once, can"
-    )
+    was_lowered = moment.away_bytes > 0 and 2 * moment.away_bytes >= most_away
+    if was_lowered:
+        sentence += "; without offload it would have been higher by that"
+    if was_lowered and moment.away_bytes >= _LITTLE * moment.peak_bytes:
+        return sentence
+    what, way_out = _dominating(moment.phase)
+    return f"{sentence}: {what} the peak, and offload cannot lower it further; {way_out} can"
+
+
+def _dominating(phase: str) -> tuple[str, str]:
+    """What is most of a peak that offload lowers by little, and what lowers it more."""
+    if "loss" in phase:
+        return (
+            "the logits and the loss dominate",
+            "a loss that needs fewer logits at once, or smaller batches,",
+        )
+    if "backward" in phase:
+        return (
+            "one block's recompute, beside parameters and gradients, dominates",
+            "smaller batches",
+        )
+    return "what runs there dominates", "smaller batches"
 
 
 def _mib(num_bytes: int) -> str:
