@@ -191,7 +191,8 @@ def test_no_words_of_a_picture_lie_on_others_or_are_cut_off(
     assert live.get_window_extent().x0 <= label.get_window_extent().x0
     title = epochs.get_tightbbox()
     assert title is not None
-    assert 0 <= title.x0 and title.x1 <= figure.bbox.x1
+    assert title.x0 >= 0
+    assert title.x1 <= figure.bbox.x1
 
 
 def test_a_table_of_large_figures_fits_a_usual_terminal() -> None:
