@@ -187,7 +187,9 @@ def test_no_words_of_a_picture_lie_on_others_or_are_cut_off(
     figure = drawn(monkeypatch, tmp_path, peak_at, plan)
     epochs, live, _ = figure.axes
     (label,) = live.texts
-    assert not label.get_window_extent().overlaps(live.get_legend().get_window_extent())
+    legend = live.get_legend()
+    assert legend is not None
+    assert not label.get_window_extent().overlaps(legend.get_window_extent())
     assert live.get_window_extent().x0 <= label.get_window_extent().x0
     title = epochs.get_tightbbox()
     assert title is not None
