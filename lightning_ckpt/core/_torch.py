@@ -36,6 +36,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "OptimizedModule",
     "TorchDispatchMode",
+    "alias",
     "changes_arguments",
     "checkpoint_around",
     "checkpointed_by_torch",
@@ -146,6 +147,15 @@ def storage_uses(tensor: Tensor) -> int:
     """How many tensors lie on the storage of `tensor`, plus a number that depends on the version of
     torch: ask for one that is alone as well. A Python object of the storage that is held counts."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def alias(value: Any) -> Any:
+    """The same tensor without its graph, for a dispatch mode: it knows of changes in place to the
+    other, too, which one that is detached there in the plain way does not."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return value.detach()
 
 
 def view_base(tensor: Tensor) -> Tensor:

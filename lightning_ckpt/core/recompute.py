@@ -240,8 +240,8 @@ class _Region:
         args, kwargs = self._build(tensors)
         # In a variable of its own: it dies with this frame, so it sees when all others have died.
         watch = self._watched("recompute")
-        with _recomputing(), replayed(replay, self._modules), self._taking(), watch:
-            self._surroundings.run(self._forward, self._module, *args, **kwargs)
+        with _recomputing(), replayed(replay, self._modules), self._taking() as run, watch:
+            self._surroundings.run(run, self._forward, self._module, *args, **kwargs)
 
     def check(self, grad: Tensor) -> None:
         """Called when backward reaches the block's result: later, an optimizer that steps in
@@ -255,21 +255,27 @@ class _Region:
         assert self._before is not None
         args, kwargs = self._given
         self._given = None
-        with self._saved[0] if self._saved else nullcontext(), self._watched("forward"):
-            result = self._forward(self._module, *args, **kwargs)
+        run = self._saved[0].run if self._saved else _plainly
+        with self._watched("forward"):
+            result = run(self._forward, self._module, *args, **kwargs)
         self._replay, self._before = self._before.settle(), None
         return result
 
-    def _taking(self) -> AbstractContextManager[Any]:
-        """Take kept results in place of computing them: once. Let them go with the context, so that
-        a second backward computes them all. In the middle of a forward none is taken, or kept."""
+    @contextmanager
+    def _taking(self) -> Iterator[Forward]:
+        """Take kept results in place of computing them, by the function that this gives: once. Let
+        them go with it, so that a second backward computes them all. In the middle of a forward
+        none is taken, or kept."""
         if self._saved is None:
-            return nullcontext()
+            yield _plainly
+            return
         keeping, taking = self._saved
         if self._replay is None:
-            return keeping.paused()
+            with keeping.paused():
+                yield _plainly
+            return
         self._saved = None
-        return taking
+        yield taking.run
 
     def saved_inputs(self) -> AbstractContextManager[Any]:
         """The context in which torch saves them."""
@@ -277,6 +283,10 @@ class _Region:
 
     def _watched(self, phase: Phase) -> AbstractContextManager[Any]:
         return Watched(self._watches, phase) if self._watches else nullcontext()
+
+
+def _plainly(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 @contextmanager

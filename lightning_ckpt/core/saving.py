@@ -1,18 +1,19 @@
 """Which results a partly recomputed block keeps: the ones that cost most to compute again.
 
-By torch's selective checkpoint contexts. What attention and matrix products gave is kept, all that
+What attention and matrix products gave is kept, all that
 is pointwise is computed again. The choice of a router's top-k is always kept, or near-ties could
 send tokens to other experts in the recompute (pytorch/torchtitan#1117).
 
 Note: [Narrow contexts]
-Torch's contexts are dispatch modes: Python for each operation, in forward and in the recompute. In
-a Llama block of width 256 on a CPU that took as long as the attention which it spared. So they
-stand around those calls alone that may come to a kept result, and a function mode, which costs a
-quarter and is asked once for a `linear` or a `silu`, tells which. Forward and recompute make the
-same calls, so both see the same results in the same order. What no function mode sees (the inside
-of TorchScript, and of what `torch.compile` made) is computed again.
+Torch's selective checkpoint contexts are dispatch modes: Python for each operation, in forward and
+in the recompute. In a Llama block of width 256 on a CPU that took as long as the attention which it
+spared. They serve compiled code, where they cost nothing. Elsewhere, modes of our own (see
+`keeping`) stand around those calls alone that may come to a kept result, and a function mode, which
+costs a quarter and is asked once for a `linear` or a `silu`, tells which. What no function mode
+sees (the inside of TorchScript, and of what `torch.compile` made) is computed again.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import (
@@ -33,7 +34,8 @@ from torch.utils.checkpoint import (
 )
 from typing_extensions import override
 
-from lightning_ckpt.core._torch import ATTENTION, PRODUCTS, ROUTING, TorchDispatchMode
+from lightning_ckpt.core._torch import ATTENTION, PRODUCTS, ROUTING
+from lightning_ckpt.core.keeping import Keeping, Taking, place_of
 
 Saving = Literal["recompute_saving", "recompute_saving_attention"]
 Policy = Callable[..., CheckpointPolicy]
@@ -75,14 +77,19 @@ class Narrow(TorchFunctionMode):
     """Note: [Narrow contexts].
 
     Args:
-        context: one of torch's.
-        saving: what it was made for.
+        mode: what stands around those calls.
+        saving: what it keeps or takes.
     """
 
-    def __init__(self, context: Any, saving: Saving) -> None:
+    def __init__(self, mode: Keeping | Taking, saving: Saving) -> None:
         super().__init__()
-        self._around = _Around(context)
+        self._mode = mode
         self._names = _CALLS[saving]
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function` in this context; the places of calls are told from here."""
+        with self:
+            return function(*args, **kwargs)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,45 +101,28 @@ class Narrow(TorchFunctionMode):
             may_keep = getattr(func, "__name__", "") not in _IN_PYTHON
         if not may_keep:
             return func(*args, **(kwargs or {}))
-        with self._around:
+        self._mode.place = place_of(sys._getframe(1), _RUN)
+        with self._mode:
             return func(*args, **(kwargs or {}))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keep nothing meanwhile: a block that runs backward inside its forward is computed again
         in the middle of it, and what that gives is not what the recompute will ask for."""
-        self._around.on = False
+        self._mode.on = False
         try:
             yield
         finally:
-            self._around.on = True
+            self._mode.on = True
+
+
+_RUN = Narrow.run.__code__
 
 
 def narrow_contexts(saving: Saving) -> tuple[Narrow, Narrow]:
     """Those of `contexts`, which cost less. Not for compiled code."""
-    forward, recompute = contexts(saving)
-    return Narrow(forward, saving), Narrow(recompute, saving)
-
-
-class _Around(TorchDispatchMode):
-    """Gives operations to another mode, which is never entered itself: torch's begins anew then."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, mode: Any) -> None:
-        super().__init__()
-        self._mode = mode
-        self.on = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.on:
-            return func(*args, **(kwargs or {}))
-        return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
+    keeping = Keeping(SAVED[saving])
+    return Narrow(keeping, saving), Narrow(Taking(keeping), saving)
 
 
 # Of what is written in C the calls are known that come to a kept result. What is written in Python

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from helpers import DIM, ROWS, Stack, batch, compare, seed_all, square_step
+from helpers import DIM, ROWS, Stack, assert_same, batch, compare, seed_all, square_step
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, linear, scaled_dot_product_attention, silu
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_ckpt import apply_partial_checkpoint, is_recomputing
 from lightning_ckpt.core import saving
 from lightning_ckpt.core._torch import TorchDispatchMode
+from lightning_ckpt.core.keeping import Keeping, Taking
 from lightning_ckpt.core.saving import SAVED, narrow_contexts
 
 aten = torch.ops.aten
@@ -163,6 +166,11 @@ def test_the_contexts_stand_around_dear_calls_alone(action: Any) -> None:
     assert (aten.addmm.default in seen.operations) == (action == "recompute_saving")
 
 
+class _Plain(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def asked_and_seen(call: Callable[[Tensor], Any], x: Tensor) -> tuple[list[Any], list[Any]]:
     """The functions that a function mode is asked for, and the operations that come of them."""
     functions: list[Any] = []
@@ -294,11 +302,135 @@ def test_scripted_code_is_computed_again() -> None:
     )
 
 
+# --- what is kept is known by the place of its call
+
+
 def test_two_contexts_for_one_call() -> None:
+    x = batch(0)
+
+    def product(weight: Tensor) -> Tensor:
+        return x @ weight
+
+    weight = batch(1, rows=DIM)
     forward, recompute = narrow_contexts("recompute_saving")
-    x, weight = batch(0), batch(1, rows=DIM)
-    with forward:
-        first = x @ weight
-    with recompute:
-        again = x @ torch.zeros_like(weight)
-    assert torch.equal(first, again)
+    first = forward.run(product, weight)
+    assert torch.equal(recompute.run(product, torch.zeros_like(weight)), first)
+    assert not recompute.run(product, torch.zeros_like(weight)).any(), "taken once"
+
+
+def logged(model: Caller, x: Tensor) -> Tensor:
+    if not is_recomputing():
+        with torch.no_grad():
+            model.log = float((x @ model.weight).mean())
+    return torch.tanh(x @ model.weight) @ model.weight
+
+
+def cached(size: int | None) -> Call:
+    """Angles, as of positions, that are computed once in a process."""
+
+    @lru_cache(size)
+    def angles(rows: int, scale: float) -> Tensor:
+        return torch.einsum("i,j->ij", torch.arange(rows) / rows, torch.ones(rows) * scale)
+
+    def call(model: Caller, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            square = angles(DIM, model.scale)
+        mixed = torch.einsum("ij,jk->ik", model.weight, square)  # of the same shape, as `bmm` too
+        return torch.tanh(x @ mixed) @ model.weight + x @ model.weight
+
+    return call
+
+
+class ScaledCaller(Caller):
+    """Each has another scale."""
+
+    num_made = 0
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        ScaledCaller.num_made += 1
+        self.scale = 1.0 + ScaledCaller.num_made % 2
+
+
+UNEQUAL: dict[str, Callable[[], Call]] = {
+    "less in the recompute: a log": lambda: logged,
+    "less in the recompute: a cache that is full": lambda: cached(None),
+    "more in the recompute: a cache for one": lambda: cached(1),
+}
+
+
+@pytest.mark.parametrize("action", SAVED)
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_a_recompute_that_calls_less_or_more(name: str, action: str) -> None:
+    """Products of one shape, none of which may get the result of another."""
+
+    def factory() -> Stack:
+        call = UNEQUAL[name]()
+        return Stack(lambda: ScaledCaller(call), 2)
+
+    compare(factory, square_step, plan=plan_of(action, 2), ratio=None)
+
+
+def unseen(model: Caller, x: Tensor) -> Tensor:
+    scale = torch.empty(ROWS, DIM)
+    with torch.no_grad():
+        torch.mm(x, model.weight, out=scale)
+    return torch.tanh(x) * scale
+
+
+def halved(x: Tensor) -> Tensor:
+    x[:, 0].mul_(0.5)
+    return torch.tanh(x)
+
+
+CHANGED: dict[str, tuple[Call, Any]] = {
+    "relu_": (lambda m, x: (x @ m.weight).relu_(), aten.mm.default),
+    "+=": (lambda m, x: (x @ m.weight).add_(x).tanh(), aten.mm.default),
+    "a view": (lambda m, x: halved(x @ m.weight), aten.mm.default),
+    "out=": (unseen, aten.mm.out),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_was_changed_in_place_is_computed_again(name: str) -> None:
+    call, operation = CHANGED[name]
+    compare(
+        lambda: Stack(lambda: Caller(call), 2),
+        square_step,
+        plan=plan_of("recompute_saving", 2),
+        ratio=None,
+    )
+    again = executed(call, "recompute_saving").again
+    assert {one for one in SAVED["recompute_saving"] if again[one]} == {operation}
+    assert again[operation] == 2, "once in either block"
+
+
+def test_hooks_and_modes_around_the_forward_alone() -> None:
+    """They do not come back for the recompute, and are no part of the place."""
+    seed_all(0)
+    model = Stack(lambda: Caller(CALLS["attention"]), 2)
+    with apply_partial_checkpoint(model, plan=plan_of("recompute_saving", 2)), Executed() as counts:
+        hook = register_module_forward_hook(lambda *_: None)
+        with torch.device("cpu"), _Plain():
+            loss = model(batch(0)).sum()
+        hook.remove()
+        loss.backward()
+    assert counts.again
+    assert not [operation for operation in SAVED["recompute_saving"] if counts.again[operation]]
+
+
+def test_what_draws_leaves_its_generator_as_it_was() -> None:
+    """Attention with dropout, on accelerators: a dropout after it must draw the same again."""
+
+    def draw(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.native_dropout(x, 0.5, True)[0], torch.rand(2)
+
+    keeping = Keeping({aten.native_dropout.default})
+    x = batch(0)
+    torch.manual_seed(0)
+    with keeping:
+        first = draw(x)
+    torch.manual_seed(0)
+    with Taking(keeping):
+        again = draw(torch.zeros_like(x))
+    assert_same(again, first)
