@@ -226,3 +226,20 @@ def test_tensors_on_a_storage_are_counted() -> None:
 
 def test_casts_are_known() -> None:
     assert torch.ops.aten._to_copy.default in _torch.CASTS
+
+
+def test_an_alias_knows_of_changes_to_the_other() -> None:
+    aliases = []
+
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+            result = func(*args, **(kwargs or {}))
+            aliases.extend([_torch.alias(result), result.detach()])
+            return result
+
+    with Mode():
+        y = torch.ones(2, requires_grad=True) * 2
+    y.add_(1)
+    assert [_torch.tensor_version(alias) for alias in aliases[2:]] == [1, 0], "the plain way: not"
+    assert not aliases[2].requires_grad
+    assert _torch.alias(None) is None

@@ -330,13 +330,12 @@ def cached(size: int | None) -> Call:
 
     @lru_cache(size)
     def angles(rows: int, scale: float) -> Tensor:
-        return torch.einsum("i,j->ij", torch.arange(rows) / rows, torch.ones(rows) * scale)
+        return (torch.arange(rows)[:, None] / rows) @ torch.full((1, rows), scale)
 
     def call(model: Caller, x: Tensor) -> Tensor:
         with torch.no_grad():
             square = angles(DIM, model.scale)
-        mixed = torch.einsum("ij,jk->ik", model.weight, square)  # of the same shape, as `bmm` too
-        return torch.tanh(x @ mixed) @ model.weight + x @ model.weight
+        return torch.tanh(x @ (model.weight @ square)) @ model.weight
 
     return call
 
