@@ -124,8 +124,8 @@ MUTATIONS = [
     Mutation(
         "surroundings",
         f"{CORE}/recompute.py",
-        "self._surroundings.run(self._forward, self._module, *args, **kwargs)",
-        "self._forward(self._module, *args, **kwargs)",
+        "self._surroundings.run(run, self._forward, self._module, *args, **kwargs)",
+        "run(self._forward, self._module, *args, **kwargs)",
         (REPLAY,),
     ),
     Mutation(
@@ -152,8 +152,8 @@ MUTATIONS = [
     Mutation(
         "arguments let go",
         f"{CORE}/recompute.py",
-        "        self._given = None\n        with self._saved",
-        "        with self._saved",
+        "        self._given = None\n        run = ",
+        "        run = ",
         (COUNTS, OFFLOAD, CALLS),
     ),
     Mutation(
