@@ -922,7 +922,7 @@ MUTATIONS = [
     Mutation(
         "what was changed in place is not taken",
         f"{CORE}/keeping.py",
-        "if kept is None or _versions(kept.result) != kept.versions:",
+        "if kept is None or now != kept.versions:",
         "if kept is None:",
         (SAVING,),
     ),
@@ -960,6 +960,13 @@ MUTATIONS = [
         "ADInplaceOrView, False)",
         "ADInplaceOrView, True)",
         (SAVING,),
+    ),
+    Mutation(
+        "the choice of experts is kept where their scores are scaled in place",
+        f"{CORE}/keeping.py",
+        "if kept and func in ROUTING and now[1] == kept.versions[1]:",
+        "if False:",
+        ("tests/core/test_plan.py",),
     ),
     Mutation(
         "compiled code has no contexts in its graph",

@@ -6,7 +6,8 @@ kept. A recompute may call less, or more: code asks `is_recomputing()` before it
 log, a cache of the whole process is full by then. Each later product would get the result of
 another, often of the same shape: wrong gradients, and no error. So what is kept is known by the
 place of its call, which is where each function on the way from the block stood. What was kept at
-no such place, or changed in place since (`relu_` on a convolution), is computed again.
+no such place, or changed in place since (`relu_` on a convolution), is computed again; but for what
+a router chose, where it only scales the scores of that.
 """
 
 from collections import defaultdict, deque
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ckpt.core._torch import (
+    ROUTING,
     TorchDispatchMode,
     alias,
     changes_arguments,
@@ -116,11 +118,20 @@ class Taking(_Mode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         waiting = self.kept.get((func, self.place))
         kept = waiting.popleft() if waiting else None
-        if kept is None or _versions(kept.result) != kept.versions:
+        now = _versions(kept.result) if kept else []
+        if kept is None or now != kept.versions:
+            # A router may have scaled the scores of what it chose, but not the choice.
+            if kept and func in ROUTING and now[1] == kept.versions[1]:
+                return _values_of(kept.result[1], *args, **kwargs), kept.result[1]
             return func(*args, **kwargs)
         if kept.drawn:  # what comes next draws as it did after this
             set_state(*kept.drawn)
         return kept.result
+
+
+def _values_of(chosen: Tensor, given: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Tensor:
+    """What `topk` of `given` would give beside its choice, if it chose the same again."""
+    return given.gather(dim, chosen)
 
 
 def _versions(result: Any) -> list[int]:
