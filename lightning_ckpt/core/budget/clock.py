@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -130,12 +129,15 @@ def _seconds(saving: Saving | None, between: torch.Tensor) -> tuple[float, float
     small, weight = torch.zeros(1, 1, 1, device="cpu"), torch.zeros(1, 1, device="cpu")
     sums: list[float] = []
     products: list[float] = []
-    around = nullcontext() if saving is None else narrow_contexts(saving)[0]
+    keeping = None if saving is None else narrow_contexts(saving)[0]
+
+    def once(times: list[float], operation: Any, other: torch.Tensor) -> None:
+        begin = time.perf_counter()
+        operation(small, other)
+        times.append(time.perf_counter() - begin)
+
     for _ in range(_NUM_TRIALS):
-        for times, operation, other in ((sums, torch.add, small), (products, linear, weight)):
+        for call in ((sums, torch.add, small), (products, linear, weight)):
             between.add_(1)
-            with around:
-                begin = time.perf_counter()
-                operation(small, other)
-                times.append(time.perf_counter() - begin)
+            once(*call) if keeping is None else keeping.run(once, *call)
     return statistics.median(sums), statistics.median(products)
