@@ -9,6 +9,7 @@ peaks     ten model shapes with AdamW: for five budgets between what every block
           plain training needs, the predicted peak against the measured one
 fakes     the same shapes: what `estimate` says on fake tensors against the measured step
 counted   the same shapes, many budgets: what is computed again, against the best `every_n`
+exact     the same shapes: the plan for each of 20 budgets against every plan there is
 fronts    a Llama: against the interval of Transformers and torch's own selective checkpoint, each
           point of theirs against our plan for a budget of their measured peak
 hole      a Llama-like shape: step times in the hole between `every_n=1` and `every_n=2`, against
@@ -21,7 +22,9 @@ Steps whose times are compared are taken in turn, in one process. The models nee
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -33,6 +36,7 @@ from torch.optim import AdamW
 
 from lightning_ckpt import BlockPlan, OffloadConfig, Plan, apply_partial_checkpoint
 from lightning_ckpt.core.budget import fastest, least_peak
+from lightning_ckpt.core.budget.able import choices
 from lightning_ckpt.core.budget.clock import Clock, CostClock
 from lightning_ckpt.core.budget.costs import Call, Measurement, Option, Segment, predict
 from lightning_ckpt.core.budget.weighing import choices_with
@@ -74,9 +78,7 @@ def take_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) 
     optimizer.step()
 
 
-def peaks() -> None:
-    print("| shape | blocks | least MiB | plain MiB | predicted over measured | over budget |")
-    print("| --- | --- | --- | --- | --- | --- |")
+def measured_shapes() -> Iterator[tuple[str, nn.Module, Batch, AdamW, Measurement]]:
     for name, make in shapes().items():
         torch.manual_seed(0)
         model, batch = make()
@@ -84,7 +86,13 @@ def peaks() -> None:
         step(model, batch).backward()  # buffers that the first call makes
         model.zero_grad()
         optimizer = AdamW(model.parameters())
-        measured = measure(model, batch, [optimizer])
+        yield name, model, batch, optimizer, measure(model, batch, [optimizer])
+
+
+def peaks() -> None:
+    print("| shape | blocks | least MiB | plain MiB | predicted over measured | over budget |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, model, batch, optimizer, measured in measured_shapes():
         low = predict(measured, least_peak(measured, ACTIONS)).peak
         high = predict(measured, ["keep"] * len(measured.names)).peak
         ratios, over = [], 0
@@ -167,6 +175,27 @@ def against_intervals(
 
 def every_n_actions(num: int) -> list[list[Action]]:
     return [["keep" if i % n else "recompute" for i in range(num)] for n in range(1, num + 1)]
+
+
+def exact(num_budgets: int = 20) -> None:
+    """What is found against the fastest of all plans, which are gone through one by one."""
+    print("| shape | blocks | plans | slower than the fastest of all | over budget |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, *_, measured in measured_shapes():
+        plans = [predict(measured, each) for each in product(*choices(measured, ACTIONS))]
+        low = min(each.peak for each in plans)
+        high = predict(measured, ["keep"] * len(measured.names)).peak
+        worst, over = 0.0, 0
+        for number in range(num_budgets):
+            budget = low + (high - low) * number // num_budgets
+            found = predict(measured, fastest(measured, budget, ACTIONS))
+            best = min(each.seconds for each in plans if each.peak <= budget)
+            worst, over = max(worst, found.seconds / best - 1), over + (found.peak > budget)
+        print(
+            f"| {name} | {len(measured.names)} | {len(plans)} | {worst:.3%} | "
+            f"{over} of {num_budgets} |",
+            flush=True,
+        )
 
 
 # --- the hole between n=1 and n=2
@@ -253,11 +282,11 @@ def planning(num: int = 100) -> None:
     names = tuple(map(str, range(num)))
     made_up = Measurement(names, ("B",) * num, tuple(calls), tuple(segments), 1e3, {})
     low, high = (predict(made_up, [a] * num).peak for a in ("recompute", "keep"))
-    for choices in (ACTIONS, choices_with(OffloadConfig(scope="all"))):
+    for offered in (ACTIONS, choices_with(OffloadConfig(scope="all"))):
         begin = time.perf_counter()
-        fastest(made_up, (low + high) // 2, choices)
+        fastest(made_up, (low + high) // 2, offered)
         seconds = time.perf_counter() - begin
-        print(f"planning {num} unlike blocks, {len(choices)} choices: {seconds:.3f} s")
+        print(f"planning {num} unlike blocks, {len(offered)} choices: {seconds:.3f} s")
 
 
 def main() -> None:
@@ -265,6 +294,7 @@ def main() -> None:
         "peaks": lambda _: peaks(),
         "fakes": lambda _: fakes(),
         "counted": lambda _: counted(),
+        "exact": lambda _: exact(),
         "fronts": fronts,
         "hole": hole,
         "planning": lambda _: planning(),

@@ -1,6 +1,8 @@
 """Offload under a trainer: weights of plain training, and the report of the first step."""
 
+import gc
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,36 @@ def test_weights_are_those_of_plain_training(way: str, capsys: pytest.CaptureFix
     assert "MiB moved to disk" in text
     assert "the peak" in text
     assert "disk" in text.partition("Offload, first step")[0], "the table says where"
+
+
+class Growth(Callback):
+    """What there is of ours after each epoch and its validation, and the bytes on disk."""
+
+    def __init__(self, adapter: PartialCheckpoint) -> None:
+        self._adapter = adapter
+        self.seen: list[tuple[Counter[str], int]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        handle = self._adapter.fit_plan.handle
+        assert handle is not None
+        assert handle.offloader is not None
+        handle.offloader.settle()
+        gc.collect()
+        ours = (type(each) for each in gc.get_objects())
+        kinds = Counter(
+            k.__qualname__ for k in ours if str(k.__module__).startswith("lightning_ckpt")
+        )
+        self.seen.append((kinds, handle.offloader.report().taken_bytes))
+
+
+def test_nothing_grows_over_epochs_and_validation() -> None:
+    adapter = PartialCheckpoint(offload=DISK)
+    growth = Growth(adapter)
+    fitted(adapter, growth, max_epochs=20)
+    early, late = growth.seen[4], growth.seen[-1]
+    assert len(growth.seen) == 20
+    assert early[1] > 0
+    assert late == early
 
 
 class Failing(Callback):
